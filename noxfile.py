@@ -26,7 +26,7 @@ REPORTS = CI.parent / "build" / "verified"
 TESTS = (
     "tests/host/test_gradients.py",
     "tests/host/test_reports.py",
-    "tests/host/test_late_masks.py",
+    "tests/host/test_whole_losses.py",
     "tests/host/test_by_sample.py",
     "tests/host/test_mtp.py",
     "tests/host/test_terms.py",

@@ -48,9 +48,6 @@ class DrawnBatches:
 
     They wait for their forward passes while later ones are drawn, so ``source`` must not fill the
     same memory for each.
-
-    Attributes:
-        batches: of all microbatches, in order, until a forward step takes them.
     """
 
     def __init__(self, source: Any, number: int) -> None:
@@ -61,29 +58,34 @@ class DrawnBatches:
                 "iter(loader), LossHook(read_step=...) or hook.step(...); in an evaluation of a stock "
                 "script, give data to evaluate on, or --eval-iters 0."
             )
+        self._source = source
         self._number = number
-        self.batches: deque[Any] = deque()
-        for _ in range(number):
-            try:
-                self.batches.append(next(source))
-            except StopIteration:
-                if not self.batches:
-                    raise  # the end of the data, which a loop may wait for
-                raise DataError(
-                    f"the data iterator must give {number} batches for a call, got "
-                    f"{len(self.batches)}. Leave out the last step, or lower its num_microbatches."
-                ) from None
+        self._batches: deque[Any] = deque()
+
+    def draw(self) -> Any:
+        """Draw the next of the call's batches, which a forward step will take."""
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            if not self._batches:
+                raise  # the end of the data, which a loop may wait for
+            raise DataError(
+                f"the data iterator must give {self._number} batches for a call, got "
+                f"{len(self._batches)}. Leave out the last step, or lower its num_microbatches."
+            ) from None
+        self._batches.append(batch)
+        return batch
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self.batches:
+        if not self._batches:
             raise DataError(
                 f"the forward steps must take one batch for each of the {self._number} microbatches, "
                 "and ask for more. Call next(data_iterator) once each, or give LossHook(read_step=...)."
             )
-        return self.batches.popleft()
+        return self._batches.popleft()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -93,10 +95,10 @@ class DrawnBatches:
 
     def check_taken(self) -> None:
         """Raise DataError unless the forward steps have taken all batches."""
-        if self.batches:
+        if self._batches:
             raise DataError(
                 f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                f"and left {len(self.batches)}. Call next(data_iterator) once each, or give "
+                f"and left {len(self._batches)}. Call next(data_iterator) once each, or give "
                 "LossHook(read_step=...)."
             )
 

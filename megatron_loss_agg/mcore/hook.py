@@ -67,7 +67,7 @@ from megatron_loss_agg.mcore.reports import (
     token_mean_pair,
 )
 from megatron_loss_agg.mcore.split import SPLITS
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed, of_term
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, listed, of_term
 from megatron_loss_agg.plan import StepPlan, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -412,7 +412,8 @@ class LossHook:
 
     def _read(self, call: Call, step: _Step | None, records: _Records) -> list[MicrobatchOfTerms]:
         """The microbatches of a step, on a rank that reads data."""
-        number, batches = call.scale.num_microbatches, list[Any]()
+        number, tokens = call.scale.num_microbatches, FirstTokens()
+        microbatches: list[MicrobatchOfTerms] = []
         if step is not None:
             microbatches = step.microbatches
         elif self._read_step is not None:
@@ -423,15 +424,22 @@ class LossHook:
                     f"the call, got {len(microbatches)}. Correct read_step."
                 )
         else:
-            records.iterator = DrawnBatches(call.data_iterator, number)
-            batches = list(records.iterator.batches)
-            microbatches = [self._read_batch(batch) for batch in batches]
+            records.iterator = drawn = DrawnBatches(call.data_iterator, number)
+            for _ in range(number):
+                batch = drawn.draw()
+                microbatches.append(self._read_batch(batch))
+                if records.is_first:  # before the next one is drawn, maybe into the same memory
+                    tokens.add(self._of_first_term(microbatches[-1]), batch)
+        if records.is_first:
+            for microbatch in microbatches[len(tokens.shapes) :]:
+                tokens.add(self._of_first_term(microbatch))
+            records.tokens = tokens
         if not call.trains and "dataset" in units_by_id(self.terms):
             microbatches = [with_dataset_ids(x) for x in microbatches]
-        if records.is_first:
-            first_term = next(iter(self.terms))
-            records.tokens = FirstTokens.of([of_term(first_term, x) for x in microbatches], batches)
         return microbatches
+
+    def _of_first_term(self, microbatch: MicrobatchOfTerms) -> Microbatch:
+        return of_term(next(iter(self.terms)), microbatch)
 
     def _fetch_next(self, call: Call) -> None:
         """Start to draw the next step's batches by a `Prefetch`, if there is one."""
@@ -468,9 +476,8 @@ class LossHook:
                 self.split,
                 self._split_is_declared,
             )
-        check_mask_sums(
-            call, [x for xs in records.mask_sums.values() for x in xs], records.is_first
-        )
+        sums = [x for of_microbatch in records.mask_sums.values() for x in of_microbatch]
+        check_mask_sums(call, sums, records.is_first)
         self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
         if records.is_first and call.trains and call.ends_step and not self._has_spoken:
             self._speak(call, plans)

@@ -1,8 +1,9 @@
-"""Losses meet the weights of their own tokens: the split over context-parallel ranks is recognised.
+"""Losses meet the weights of their own tokens: the declared split over context-parallel ranks.
 
-And a step is refused where it is not, or where the model gets the tokens of another microbatch. The
-losses of these scripts are the tokens' labels, so that the aggregated loss says which token got
-which weight. Masks are uniform, unless they are to tell the split.
+It is verified in the first step; a step is refused where it is another one, which is named, or where
+the model gets the tokens of another microbatch. The losses of these scripts are the tokens' labels,
+so that the aggregated loss says which token got which weight. Masks are uniform, unless they are to
+tell the split.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -20,27 +21,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import DatasetReports, TokenLoss, read_batch
+from megatron_loss_agg.mcore import SampleLoss, TokenLoss, read_batch
 from tests.host import gpt, parallel_state
-from tests.host.cases import EVALUATION, Batch, Case, Found, run
+from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.refusals import Refusal, assert_told
+from tests.host.steps import EMPTY, LENGTHS
 
-LENGTHS = (8, 4, 52)  # all can be split into 2 * cp chunks
-TOKENS = sum(LENGTHS)
+SAMPLES = (20, 4, 40)  # all can be split into 2 * cp chunks; every split has other parts of them
+TOKENS = sum(SAMPLES)
 LABELS = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
-DATASETS = torch.tensor([3, 5, 7])
 
-SPLITS: dict[str, Callable[[Tensor, int, int], CPLayout]] = {
-    "sequences": CPLayout.thd,
-    "padded sequences": lambda starts, size, rank: CPLayout.thd(
+# What scripts do, by the name of the split, or of none.
+LAYOUTS: dict[str, Callable[[Tensor, int, int], CPLayout]] = {
+    "zigzag": lambda starts, size, rank: CPLayout.thd(
         torch.cat([starts, starts.new_tensor([TOKENS])]), size, rank
     ),
-    "row": lambda starts, size, rank: CPLayout.bshd(TOKENS, size, rank),
+    "zigzag_pack": lambda starts, size, rank: CPLayout.bshd(TOKENS, size, rank),
     "contiguous": lambda starts, size, rank: CPLayout.contiguous(TOKENS, size, rank),
     "backwards": lambda starts, size, rank: CPLayout.contiguous(TOKENS, size, size - 1 - rank),
 }
-FITTING = ("sequences", "row", "contiguous")
+SPLITS = ("zigzag", "zigzag_pack", "contiguous")
 
 
 def unlike_megatron() -> list[str]:
@@ -68,9 +69,9 @@ def rows() -> Batch:
 
 def pack() -> Batch:
     batch = {name: x.view(1, -1) for name, x in rows().items()}
-    positions = torch.cat([torch.arange(n) for n in LENGTHS]).view(1, -1)
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    return {**batch, "position_ids": positions, "cu_seqlens": starts, "dataset_ids": DATASETS}
+    positions = torch.cat([torch.arange(n) for n in SAMPLES]).view(1, -1)
+    starts = torch.tensor([0, *SAMPLES]).cumsum(0).int()
+    return {**batch, "position_ids": positions, "cu_seqlens": starts}
 
 
 def dummy() -> Batch:
@@ -80,26 +81,37 @@ def dummy() -> Batch:
     return {**whole, "loss_mask": torch.ones(1, TOKENS), "cu_seqlens": torch.tensor([0, TOKENS])}
 
 
-def padded(second: int) -> Batch:
-    """Two samples in places of 32: ranks differ in which splits fit their own part."""
+def padded(*places: tuple[int, int], padding: int = 0) -> Batch:
+    """A pack of samples in longer places, of (tokens, length of the place) each.
+
+    Args:
+        padding: label of what is no token of a sample.
+    """
     real = torch.zeros(TOKENS, dtype=torch.bool)
-    real[:16] = real[32 : 32 + second] = True
-    labels = torch.where(real, LABELS + 1, 0).view(1, -1)
+    starts = [0]
+    for tokens, length in places:
+        real[starts[-1] : starts[-1] + tokens] = True
+        starts.append(starts[-1] + length)
+    labels = torch.where(real, LABELS + 1, padding).view(1, -1)
     return {
         "labels": labels,
         "tokens": labels % 32,
         "loss_mask": real.float().view(1, -1),
-        "cu_seqlens": torch.tensor([0, 16, 16 + second]),
-        "cu_seqlens_padded": torch.tensor([0, 32, TOKENS]),
+        "cu_seqlens": torch.tensor([0, *(tokens for tokens, _ in places)]).cumsum(0),
+        "cu_seqlens_padded": torch.tensor(starts),
     }
 
 
-def ending_in_padding() -> Batch:
-    """Its last 52 tokens are padding."""
-    batch = pack()
-    batch["loss_mask"][:, sum(LENGTHS[:2]) :] = 0
-    del batch["dataset_ids"]
-    return {**batch, "cu_seqlens": batch["cu_seqlens"][:-1]}
+def of_bridge(batch: Batch) -> Batch:
+    """A pack of one sample in Megatron-Bridge's keys, in which the padding behind it is another."""
+    (_, real), (_, end) = batch["cu_seqlens"].tolist(), batch["cu_seqlens_padded"].tolist()
+    of_pack = {k: x for k, x in batch.items() if not k.startswith("cu_seqlens")}
+    return {
+        **of_pack,
+        "cu_seqlens_q": torch.tensor([[0, real, real + TOKENS - end]]),
+        "cu_seqlens_q_padded": torch.tensor([[0, end, TOKENS]]),
+        "token_count": torch.tensor([end]),
+    }
 
 
 def telling() -> Batch:
@@ -109,6 +121,8 @@ def telling() -> Batch:
 
 
 PACK = pack()
+LONE = padded((38, 40), padding=31)  # one sample, and padding behind it
+PLACES_OF_32 = [padded((16, 32), (second, 32)) for second in (16, 12)]
 
 
 def given(replaced: Batch, batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -117,111 +131,258 @@ def given(replaced: Batch, batch: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 def read_step(iterator: Any, number: int, batch: Batch = PACK, **more: Any) -> list[Microbatch]:
     """The masks of a batch, and only what ``more`` is given."""
-    return [Microbatch(batch["loss_mask"], batch["cu_seqlens"], **more)] * number
+    offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded") if k in batch}
+    return [Microbatch(batch["loss_mask"], **offsets, **more)] * number
+
+
+def starts_of(batch: Batch) -> Tensor | None:
+    keys = ("cu_seqlens_padded", "cu_seqlens", "cu_seqlens_q_padded")
+    starts = next((batch[k] for k in keys if k in batch), None)
+    return None if starts is None else starts.flatten()
 
 
 def labels_as_losses(
     split: str,
     iterator: Any,
     model: Any,
+    kind: str = "tokens",
     part: Callable[[int], int] = int,
     tokens: Callable[[Tensor], Tensor] = Tensor.int,  # another dtype than the batch's
     mask: Callable[[Tensor], Tensor] = Tensor.clone,
+    pads: bool = False,
 ) -> Any:
     """A forward step.
 
     Args:
+        split: of `LAYOUTS`; rows are split contiguously, or by zigzag.
+        kind: of the losses: of ``tokens``; of all tokens, that it lets the hook ``gather``, maybe
+            without a look at their order (``blind gather``); or of ``samples``.
         part: the context-parallel rank whose part a rank takes.
         tokens, mask: what is made of those of the part.
+        pads: what is no token of a sample becomes 0 before the split.
     """
     batch = next(iterator)
     size = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
-    if "cu_seqlens" in batch:
-        starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-        layout = SPLITS[split](starts, size, part(rank))
+    starts = starts_of(batch)
+    if starts is None:
+        of_rows = CPLayout.contiguous if split == "contiguous" else CPLayout.bshd
+        layout = of_rows(batch["labels"].shape[1], size, part(rank))
     else:
-        layout = CPLayout.contiguous(batch["labels"].shape[1], size, part(rank))
-    labels, own, own_mask = (layout.shard(batch[k]) for k in ("labels", "tokens", "loss_mask"))
+        layout = LAYOUTS[split](starts, size, part(rank))
+    whole = {**batch}
+    if pads:
+        whole |= {k: batch[k] * (batch["loss_mask"] != 0) for k in ("labels", "tokens")}
+    labels, own, own_mask = (layout.shard(whole[k]) for k in ("labels", "tokens", "loss_mask"))
     output = model(tokens(own), gpt.positions_like(own), None)
     losses = labels.double() + 0 * output.mean()
-    return output, TokenLoss(lambda output: (losses, {}), mask(own_mask))
+
+    def of_all(x: Tensor) -> Tensor:
+        assert torch.equal(x, batch["labels"].double())
+        return x
+
+    def of_samples(sums: Tensor, lengths: Tensor) -> Tensor:
+        return sums / lengths
+
+    return output, {
+        "tokens": TokenLoss(lambda _: losses, mask(own_mask)),
+        "gather": TokenLoss(of_all, batch["loss_mask"], lambda _: losses),
+        "blind gather": TokenLoss(Tensor.clone, batch["loss_mask"], lambda _: losses),
+        "samples": SampleLoss(of_samples, lambda _: losses, mask(own_mask)),
+    }[kind]
+
+
+def read_samples(batch: Batch) -> Microbatch:
+    sequences = read_batch(batch)
+    return Microbatch.of_samples(sequences.num_samples, sequences=sequences)
+
+
+KINDS = ("tokens", "gather", "samples")
+READERS = {"samples": read_samples}
 
 
 def mean_of_means(batch: Batch) -> float:
     """Over samples, of the mean of a sample's labels."""
-    if "cu_seqlens" not in batch:
+    starts = starts_of(batch)
+    if starts is None:
         return float(batch["labels"].double().mean())
-    starts = batch.get("cu_seqlens_padded", batch["cu_seqlens"]).tolist()
     labels, mask = (batch[k].view(-1).double() for k in ("labels", "loss_mask"))
-    samples = [slice(*ends) for ends in pairwise(starts)]
+    samples = [slice(*ends) for ends in pairwise(starts.tolist()) if mask[slice(*ends)].any()]
     means = [float((labels[s] * mask[s]).sum() / mask[s].sum()) for s in samples]
     return sum(means) / len(means)
 
 
-def steps(split: str, *batches: Batch, mode: str = "sample_mean", **hook: Any) -> Case:
+def steps(
+    split: str, *batches: Batch, declared: str | None = None, script: Any = None, **hook: Any
+) -> Case:
     """The last one of several, each of one batch."""
     *before, last = batches
+    script, options = script or {}, {"split": declared, **hook}
+    if "kind" in script:
+        options.setdefault("read_batch", READERS.get(script["kind"], read_batch))
     return Case(
-        mode,
+        "sample_mean",
         places=(((0,),),),
         batch=partial(given, last),
-        step=partial(labels_as_losses, split),
-        hook=hook,
-        after=steps(split, *before, mode=mode, **hook) if before else None,
+        step=partial(labels_as_losses, split, **script),
+        hook=options,
+        after=steps(split, *before, declared=declared, script=script, **hook) if before else None,
     )
 
 
-OF_SETS = steps("contiguous", PACK, mode="token_mean", extensions=[DatasetReports()])
-RECOGNISED = {
-    # Rows first and in between: another kind of batch, which they always split contiguously.
-    # The first pack could be split in any way: its only sample is padding, its tokens are alike,
-    # and its positions are those that the script makes up on the first rank.
+VERIFIED = {
     **{
-        f"by tokens, {split}": steps(split, rows(), dummy(), PACK, PACK, rows())
-        for split in FITTING
-    },
-    **{
-        f"by all ranks together, {split}, {second}": steps(split, *2 * [padded(second)])
-        for split in ("row", "contiguous")
-        for second in (16, 12)
-    },
-    **{
-        f"by the mask alone, {split}": steps(
-            split, *2 * [telling()], read_step=partial(read_step, batch=telling())
+        f"{split}, {kind}": steps(
+            split, PACK, rows(), dummy(), PACK, declared=split, script={"kind": kind}
         )
-        for split in FITTING
+        for split, kind in product(SPLITS, KINDS)
     },
-    "padding after the last sample": steps("padded sequences", *2 * [ending_in_padding()]),
+    "by default": steps("zigzag", PACK, rows(), PACK),
+    "rows whatever is declared": steps("contiguous", rows(), rows(), declared="zigzag_pack"),
+    # The first pack could be split in any way: its only sample has no padding, its tokens are
+    # alike, and its positions are those that the script makes up on the first rank.
+    **{
+        f"after a pack that tells nothing, {split}": steps(split, dummy(), PACK, declared=split)
+        for split in SPLITS
+    },
+    **{
+        f"places of 32, {split}, {i}": steps(split, *2 * [batch], declared=split)
+        for split, (i, batch) in product(("zigzag_pack", "contiguous"), enumerate(PLACES_OF_32))
+    },
+    **{
+        f"a mask that tells, {split}": steps(
+            split,
+            *2 * [telling()],
+            declared=split,
+            read_step=partial(read_step, batch=telling()),
+        )
+        for split in SPLITS
+    },
     "by tokens where no batch is read": steps(
-        "row", PACK, read_step=partial(read_step, token_ids=LABELS % 32)
+        "zigzag_pack",
+        PACK,
+        declared="zigzag_pack",
+        read_step=partial(read_step, model_inputs=LABELS % 32),
     ),
-    "by reports by data set, where weights need none": OF_SETS,
+    "by tokens where none is declared": steps(
+        "zigzag", PACK, read_step=partial(read_step, model_inputs=LABELS % 32)
+    ),
+    **{
+        f"padding behind a sample, {split}, {keys.__name__}, {kind}": steps(
+            split, *2 * [keys(LONE)], declared=split, script={"kind": kind, "pads": pads}
+        )
+        for split, keys, (kind, pads) in product(
+            SPLITS,
+            (dict, of_bridge),
+            (("tokens", False), ("tokens", True), ("gather", False), ("samples", True)),
+        )
+    },
+    "padding behind a sample, by default": steps("zigzag", LONE),
+    **{
+        f"padding that the script changes, {split}, {i}": steps(
+            split, batch, declared=split, script={"pads": True}
+        )
+        for split, (i, batch) in product(
+            ("zigzag_pack", "contiguous"),
+            enumerate(padded((16, 32), (n, 32), padding=29) for n in (16, 12)),
+        )
+    },
 }
-
-
-def expected(case: Case) -> dict[str, float]:
-    if case is not OF_SETS:
-        return {"sample_mean loss": mean_of_means(*case.data(0))}
-    means = [float(labels.double().mean()) for labels in LABELS.split(LENGTHS)]
-    return {f"lm loss of dataset {x}": of for x, of in zip(DATASETS.tolist(), means, strict=True)}
 
 
 @functools.cache
 def found() -> dict[Case, list[Found]]:
-    return run(TOPOLOGIES["cp2"], [case for last in RECOGNISED.values() for case in last.steps])
+    return run(TOPOLOGIES["cp2"], [case for last in VERIFIED.values() for case in last.steps])
 
 
-@pytest.mark.parametrize("name", RECOGNISED)
-def test_the_split_of_the_script_is_recognised(name: str) -> None:
-    for case in RECOGNISED[name].steps:
+@pytest.mark.parametrize("name", VERIFIED)
+def test_the_declared_split_is_that_of_the_weights(name: str) -> None:
+    for case in VERIFIED[name].steps:
         for _, reports in found()[case]:
-            wanted = expected(case)
+            wanted = {"sample_mean loss": mean_of_means(*case.data(0))}
             assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
 
 
-def of_pack(split: str, says: str, mode: str = "sample_mean", **hook: Any) -> Refusal:
-    return Refusal(f"DataError: {says}", steps(split, PACK, mode=mode, **hook), "cp2")
+# The same by gradient, for Megatron's own split of a pack with padding behind its only sample.
+BEHIND = 64  # tokens of the pack
+
+
+def with_padding(batch: Batch, of_mb: tuple[int, ...], keys: str) -> Batch:
+    """One sample, and tokens of nobody."""
+    (_, real), (_, end) = (batch[k].tolist() for k in ("cu_seqlens", "cu_seqlens_padded"))
+    names = ("tokens", "labels", "loss_mask")
+    fill = {"tokens": 7, "labels": 8, "loss_mask": 0}
+    long = {k: torch.nn.functional.pad(batch[k], (0, BEHIND - end), value=fill[k]) for k in names}
+    found = {**long, "prompt_ids": batch["prompt_ids"]}
+    if keys == "megatron":
+        offsets = {k: batch[k] for k in ("cu_seqlens", "cu_seqlens_padded")}
+        return {**found, **offsets}
+    return {
+        **found,
+        "cu_seqlens_q": torch.tensor([[0, real, real + BEHIND - end]]),
+        "cu_seqlens_q_padded": torch.tensor([[0, end, BEHIND]]),
+        "token_count": torch.tensor([end]),
+    }
+
+
+def padded_step(iterator: Any, model: Any, kind: str) -> Any:
+    """The model is called with the padding as a sequence of its own."""
+    batch = gpt.received(iterator)
+    end = starts_of(batch).tolist()[1]
+    starts = torch.tensor([0, end, BEHIND], dtype=torch.int32)
+    losses, loss_func = gpt.forward_step(iter([{**batch, "cu_seqlens_padded": starts}]), model)
+    if kind == "stock":
+        return losses, loss_func
+    return losses, TokenLoss(Tensor.clone, batch["loss_mask"], Tensor.clone)
+
+
+@pytest.mark.parametrize("name", ["cp2", "dp2-cp2"])
+def test_packs_of_one_sample_with_padding_behind_it_are_exact(name: str) -> None:
+    ranks = TOPOLOGIES[name].data_parallel_size
+    lone = [i for i in range(len(LENGTHS)) if i != EMPTY]
+    places = tuple(tuple((i,) for i in lone[r : len(lone) - 1 : ranks]) for r in range(ranks))
+    cases = [
+        Case(
+            "prompt_mean",
+            places=places,
+            per_token=per_token,
+            batch=partial(with_padding, keys=keys),
+            step=partial(padded_step, kind=kind),
+            times=2,
+        )
+        for keys, kind, per_token in product(
+            ("megatron", "bridge"), ("stock", "gather"), (False, True)
+        )
+    ]
+    of = partial(by_the_oracle, model="dense")
+    expected = {case: of(case) for case in cases}
+    for case in cases:
+        if case.step.keywords["kind"] == "gather":
+            del expected[case][1]["lm loss"]
+    assert_exact(TOPOLOGIES[name], cases, expected.__getitem__)
+
+
+# What is refused.
+
+
+def of_pack(split: str, says: str, batch: Batch = PACK, **options: Any) -> Refusal:
+    return Refusal(f"DataError: {says}", steps(split, batch, **options), "cp2")
+
+
+def misdeclared(
+    split: str,
+    declared: str | None,
+    batch: Batch = PACK,
+    names: str | None = None,
+    **options: Any,
+) -> Refusal:
+    """Every rank hears the name of the split that fits, or several."""
+    says = (
+        "microbatch 0 must be split over context-parallel ranks as declared, "
+        f"{declared or 'zigzag'!r}, got '{names or split}'. Give --loss-aggregation-split {split} "
+        f"(LossHook(split={split!r}))"
+    )
+    return of_pack(split, says, batch, declared=declared, **options)
 
 
 def windows(rows: int) -> list[Batch]:
@@ -238,7 +399,7 @@ def of_windows(says: str = "", topology: str = "dp1", rows: int = 2, **options: 
         **{
             "places": (tuple((i,) for i in range(4)),),
             "batch": partial(window, rows=rows),
-            "step": partial(labels_as_losses, ""),
+            "step": partial(labels_as_losses, "contiguous"),
             **options,
         },
     )
@@ -250,14 +411,14 @@ def window(_: Batch, of_mb: tuple[int, ...], rows: int) -> Batch:
 
 
 def on_two_ranks(says: str = "", rows: int = 2, reads: Any = read_batch, **script: Any) -> Refusal:
-    step = partial(labels_as_losses, "", **script)
+    step = partial(labels_as_losses, "contiguous", **script)
     return of_windows(says, "cp2", rows, hook={"read_batch": reads}, step=step)
 
 
 def pack_of_rank(batch: Batch) -> Microbatch:
     """A row as a pack, of two samples on the second rank."""
     starts = torch.tensor([0, 8, 16] if dist.get_rank() else [0, 16])
-    return Microbatch(batch["loss_mask"], starts, token_ids=batch["tokens"])
+    return Microbatch(batch["loss_mask"], starts, model_inputs=batch["tokens"])
 
 
 def without_a_token(mask: Tensor) -> Tensor:
@@ -265,33 +426,81 @@ def without_a_token(mask: Tensor) -> Tensor:
     return mask.masked_fill(mask.cumsum(dim=-1) == 1, 0.0) if dist.get_rank() else mask
 
 
+def of_first_rank(rank: int) -> int:
+    return 0
+
+
+def read_rows(iterator: Any, number: int) -> list[Microbatch]:
+    return [Microbatch(rows()["loss_mask"])] * number
+
+
+BLIND = {"kind": "blind gather"}
+UNVERIFIED = "the split of microbatch 0 must be verified ... --loss-aggregation-split {"
+SAME = "every context-parallel rank must have its own part of the tokens of microbatch 0"
+MASK = "the loss function's mask must be this rank's part ... split it as declared"
 OF_PARTS = {
-    "a split that is none of these": of_pack(
-        "backwards", "is this rank's part of the batch's under ... token_ids"
+    # Masks whose sums are equal under every split: the tokens tell.
+    **{
+        f"{split} where {declared} is declared, {kind}": misdeclared(
+            split, declared, script={"kind": kind}
+        )
+        for split, declared, kind in product(SPLITS, SPLITS, ("tokens", "samples", "blind gather"))
+        if split != declared
+    },
+    # Weights of rows are the same in every split, and the order of gathered tokens is not.
+    "gathered rows, contiguous by default": misdeclared("contiguous", None, rows(), script=BLIND),
+    "gathered rows, zigzag where contiguous is declared": misdeclared(
+        "zigzag", "contiguous", rows(), script=BLIND, names="zigzag or zigzag_pack"
     ),
-    "two splits that fit alike": of_pack(
-        "row",
-        "'zigzag over the whole pack', 'contiguous'] alike ... token_ids",
-        read_step=read_step,
+    "gathered rows without tokens of the batch": of_pack(
+        "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows
     ),
-    # Whose tokens all have one weight.
-    "reports by data set where two splits fit": of_pack(
-        *("contiguous", "expected tensors that tell tokens apart", "token_mean"),
-        extensions=[DatasetReports()],
-        read_step=partial(read_step, dataset_ids=DATASETS),
+    "zigzag_pack by default": misdeclared("zigzag_pack", None),
+    "contiguous by default, of token_mean": misdeclared("contiguous", None),
+    **{
+        f"padding behind a sample, {split} by default": misdeclared(split, None, LONE)
+        for split in ("zigzag_pack", "contiguous")
+    },
+    "contiguous where another is declared, told by the second rank alone": misdeclared(
+        "contiguous", "zigzag_pack", PLACES_OF_32[0]
     ),
+    # A mask that tells, where tokens do not.
+    **{
+        f"a mask of {split} where {declared} is declared": of_pack(
+            split,
+            MASK,
+            telling(),
+            declared=declared,
+            read_step=partial(read_step, batch=telling()),
+        )
+        for split, declared in product(SPLITS, SPLITS)
+        if split != declared
+    },
+    "padding behind a sample of another split, told by its mask": of_pack(
+        "contiguous", MASK, LONE, read_step=partial(read_step, batch=LONE)
+    ),
+    "a split that is none of these": of_pack("backwards", UNVERIFIED),
+    "no tokens of the batch": of_pack("zigzag", UNVERIFIED, read_step=read_step),
+    "sequences that zigzag cannot split": of_pack(
+        "contiguous",
+        "sequences of a pack must be padded to multiples of 2 * cp_size = 4, got [6, 58]. Pad them, "
+        "or declare how the pack is split (--loss-aggregation-split",
+        padded((6, 6), (58, 58)),
+    ),
+    **{
+        f"the same part on two ranks, {split}, {'declared' if declares else 'by default'}": of_pack(
+            split, SAME, declared=split if declares else None, script={"part": of_first_rank}
+        )
+        for split, declares in [("zigzag", False), *product(SPLITS, [True])]
+    },
     "parts of every rank": on_two_ranks(),
-    "the same part on two ranks": on_two_ranks(
-        "DataError: the model is called with the same tokens", part=lambda rank: 0
-    ),
+    "the same part of rows on two ranks": on_two_ranks(f"DataError: {SAME}", part=of_first_rank),
     "tokens that the script changes": on_two_ranks(tokens=lambda x: 31 - x),
     # As where the model gets embeddings: they tell nothing.
     "positions alone": on_two_ranks(tokens=lambda x: gpt.positions_like(x)),
-    "a token less on one rank": on_two_ranks(
-        "DataError: the loss function's mask is not this rank's part", mask=without_a_token
-    ),
+    "a token less on one rank": on_two_ranks(f"DataError: {MASK}", mask=without_a_token),
     "other samples on each rank": on_two_ranks(
-        "DataError: the context-parallel ranks have read different numbers",
+        "DataError: all context-parallel ranks must read the same batches, got different samples",
         rows=1,
         reads=pack_of_rank,
     ),
@@ -310,13 +519,13 @@ def ordered(
     return of_windows(says, hook={"read_batch": read}, iterator=in_order, calls=calls)
 
 
-def by_labels(batch: Batch) -> Microbatch:
-    return Microbatch(batch["loss_mask"], token_ids=batch["labels"])
+def by_tokens(batch: Batch) -> Microbatch:
+    return Microbatch(batch["loss_mask"], model_inputs=batch["tokens"])
 
 
 def alike(batch: Batch) -> Microbatch:
     """A dummy, whose tokens are of one number."""
-    return dataclasses.replace(read_batch(batch), token_ids=torch.zeros_like(batch["tokens"]))
+    return dataclasses.replace(read_batch(batch), model_inputs=torch.zeros_like(batch["tokens"]))
 
 
 def in_one_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -327,9 +536,9 @@ def in_one_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield kept
 
 
-ORDER = "DataError: the model is called with the tokens of microbatch"
+ORDER = "DataError: the model must be called with the tokens of microbatch"
 OF_MICROBATCHES = {
-    "by labels, in calls": ordered(by_labels, (0, 1, 2, 3), (2, 2)),
+    "by tokens, in calls": ordered(by_tokens, (0, 1, 2, 3), (2, 2)),
     "calls swapped": ordered(read_batch, (2, 3, 0, 1), (2, 2), ORDER),
     "one in place of another": ordered(read_batch, (0, 1, 2, 2), says=ORDER),
     "turned dummies": ordered(alike, (3, 0, 1, 2)),
@@ -342,5 +551,5 @@ ROWS = {**OF_PARTS, **OF_MICROBATCHES}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_tokens_of_another_part_or_microbatch_are_refused(name: str) -> None:
+def test_tokens_of_another_split_part_or_microbatch_are_refused(name: str) -> None:
     assert_told(__name__, name)

@@ -13,7 +13,7 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -117,33 +117,28 @@ def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]
     return [(x, x) for x in mask_sums.tolist()]
 
 
-class FirstTokens(NamedTuple):
-    """The integers that the model is called with in the first step, by microbatch."""
+@dataclass
+class FirstTokens:
+    """The integers that the model is called with in the first step, whole, by microbatch."""
 
-    of_batches: Sequence[Sequence[Tensor]]  # whole, copied before the forward steps
-    shapes: Sequence[MicrobatchShape]
-    sample_index: Sequence[Tensor | None]  # of each token of a pack
-    sizes: Sequence[int]  # samples
+    of_batches: list[list[Tensor]] = field(default_factory=list)  # copies, on the CPU
+    shapes: list[MicrobatchShape] = field(default_factory=list)
+    is_real: list[Tensor] = field(default_factory=list)  # not padding; in the shape of the mask
 
-    @classmethod
-    def of(cls, microbatches: Sequence[Microbatch], batches: Sequence[Any]) -> FirstTokens:
-        """Of the token sequences behind them, where their losses are by sample.
+    def add(self, microbatch: Microbatch, batch: Any = None) -> None:
+        """Add those of the next microbatch; where its losses are by sample, of its sequences.
 
         Args:
-            batches: of the microbatches, if any were drawn.
+            batch: of the microbatch, if one was drawn.
         """
-        microbatches = [m if m.sequences is None else m.sequences for m in microbatches]
-        of_batches = []
-        for m, batch in zip_longest(microbatches, batches):
-            inputs = m.model_inputs or model_inputs_of(batch, m.loss_mask)
-            inputs = inputs if has_tokens(m.shape) else ()
-            of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
-        return cls(
-            of_batches,
-            [m.shape for m in microbatches],
-            [_sample_index(m) for m in microbatches],
-            [m.num_samples for m in microbatches],
-        )
+        if microbatch.sequences is not None:
+            microbatch = microbatch.sequences
+        inputs = microbatch.model_inputs or model_inputs_of(batch, microbatch.loss_mask)
+        if not has_tokens(microbatch.shape):
+            inputs = ()
+        self.of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
+        self.shapes.append(microbatch.shape)
+        self.is_real.append(_is_real(microbatch))
 
 
 class SplitFinding(NamedTuple):
@@ -151,6 +146,13 @@ class SplitFinding(NamedTuple):
 
     splits: Sequence[str]  # of which these are this rank's part
     others: Sequence[int]  # if of none: other microbatches whose part they are
+
+
+class _Found(NamedTuple):
+    """Of one rank."""
+
+    offsets: list[Any]  # of each microbatch, the shape of its mask and where its samples begin
+    findings: dict[int, SplitFinding | None]  # None: nothing can be compared
 
 
 def check_tokens(
@@ -176,24 +178,40 @@ def check_tokens(
 
     def compare() -> bool:
         assert tokens is not None
-        findings = {i: _finding(call, tokens, i, x) for i, x in inputs.items()}
-        of_ranks = gather_objects(lambda: findings, call.groups.cp, "comparing tokens")
-        for i in inputs:
-            starts = tokens.shapes[i].starts
-            depends_on_split = call.groups.cp_size > 1 and (
-                i in gathered or (starts is not None and len(starts) > 2)
+        found = _Found(
+            [_offsets(shape) for shape in tokens.shapes],
+            {i: _finding(call, tokens, i, x) for i, x in inputs.items()},
+        )
+        of_ranks = gather_objects(lambda: found, call.groups.cp, "comparing tokens")
+        if any(x.offsets != found.offsets for x in of_ranks):
+            raise DataError(
+                "all context-parallel ranks must read the same batches, got different samples or "
+                "masks. Split every batch by sequence, not by sample."
             )
-            known = [finding for x in of_ranks if (finding := x[i]) is not None]
-            _check_microbatch(i, known, depends_on_split, split, is_declared)
+        for i in inputs:
+            known = [x for of_rank in of_ranks if (x := of_rank.findings[i]) is not None]
+            _check_microbatch(call, tokens.shapes[i], i, known, i in gathered, split, is_declared)
         return True
 
     broadcast_result(compare, call.groups.tp, 0)
 
 
 def _check_microbatch(
-    i: int, findings: Sequence[SplitFinding], depends_on_split: bool, split: str, is_declared: bool
+    call: Call,
+    shape: MicrobatchShape,
+    i: int,
+    findings: Sequence[SplitFinding],
+    is_gathered: bool,
+    split: str,
+    is_declared: bool,
 ) -> None:
     """As `check_tokens`, from the findings of the ranks whose tokens tell anything."""
+    has_several_samples = shape.starts is not None and len(shape.starts) > 2
+    has_padding = shape.starts is not None and int(shape.starts[-1]) < shape.mask[-1]
+    is_split = call.groups.cp_size > 1
+    depends_on_split = is_split and (is_gathered or has_several_samples or has_padding)
+    # The sum of the weights shows a wrong split of a lone sample with padding behind it.
+    must_be_verified = is_split and (is_gathered or has_several_samples) and not is_declared
     common = set.intersection(*({*x.splits} for x in findings)) if findings else set()
     if common:
         if depends_on_split and split not in common:
@@ -216,7 +234,7 @@ def _check_microbatch(
             f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as "
             f"one of {', '.join(SPLITS)} does (CPLayout)."
         )
-    if depends_on_split and not is_declared:
+    if must_be_verified:
         raise DataError(
             f"the split of microbatch {i} must be verified, and the model is not called with labels or "
             f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
@@ -244,28 +262,36 @@ def _finding(
 
 def _fits(call: Call, tokens: FirstTokens, i: int, own: Sequence[Tensor], split: str) -> bool:
     """Whether some of this rank's tensors is its part of one of microbatch ``i``'s."""
-    shape, sample_index = tokens.shapes[i], tokens.sample_index[i]
+    shape = tokens.shapes[i]
     try:
         layout = layout_of(shape, split, call.groups.cp_size, call.groups.cp_rank)
     except DataError:  # of a length that cannot be split in this way
         return False
-    is_real = None
-    if sample_index is not None:
-        is_real = layout.shard(sample_index < tokens.sizes[i])
+    is_padding = ~layout.shard(tokens.is_real[i])
     for whole in tokens.of_batches[i]:
         part = layout.shard(whole.reshape(shape.mask))
-        for x in own:
-            if x.numel() != part.numel():
-                continue
-            is_same = x.reshape(part.shape) == part
-            if bool((is_same if is_real is None else is_same.reshape(-1) | ~is_real).all()):
-                return True
+        same_size = (x.reshape(part.shape) for x in own if x.numel() == part.numel())
+        if any(bool(((x == part) | is_padding).all()) for x in same_size):
+            return True
     return False
 
 
-def _sample_index(microbatch: Microbatch) -> Tensor | None:
-    index = microbatch.sample_index()
-    return None if index is None else index.cpu()
+def _is_real(microbatch: Microbatch) -> Tensor:
+    """Where tokens are of a sample, and no padding: bool in the shape of the mask, on the CPU.
+
+    In rows, padding is all behind the last active token.
+    """
+    sample_index = microbatch.sample_index()
+    if sample_index is not None:
+        is_real = sample_index < microbatch.num_samples
+    else:
+        is_active = microbatch.loss_mask.detach() != 0
+        is_real = is_active.flip(-1).cummax(dim=-1).values.flip(-1)
+    return is_real.reshape(microbatch.loss_mask.shape).cpu()
+
+
+def _offsets(shape: MicrobatchShape) -> tuple[Any, ...]:
+    return shape.mask, None if shape.starts is None else shape.starts.tolist()
 
 
 def _tells_tokens_apart(x: Tensor) -> bool:
