@@ -26,11 +26,11 @@ REPORTS = CI.parent / "build" / "verified"
 TESTS = (
     "tests/host/test_gradients.py",
     "tests/host/test_reports.py",
-    "tests/host/test_late_masks.py",
+    "tests/host/test_whole_losses.py",
     "tests/host/test_by_sample.py",
     "tests/host/test_mtp.py",
     "tests/host/test_terms.py",
-    "tests/host/test_audit.py",
+    "tests/host/test_scaling.py",
     "tests/launch/test_any_loop.py",
 )
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis", "covertable")

@@ -60,14 +60,12 @@ class Steps:
     def __init__(
         self, name: str, ddp: Any, step: Any, dataset: Dataset[Batch], workers: int
     ) -> None:
-        from megatron_loss_agg.mcore import Loop
-
         self.name = name
         loader = DataLoader(dataset, batch_size=None)
         # The stand-in for a GPU refuses workers to a loader that is being made.
         loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
         self._data = _timed(iter(loader))
-        options = {} if name == "stock" else {"loop": Loop(of_megatron=name == "prefetch")}
+        options = {} if name == "stock" else {"prefetches": name == "prefetch"}
         self._training = Training(bool(options), ddp, step, self._data, **options)
 
     def second(self) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from benchmarks.megatron import Batch
 from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
 from benchmarks.shapes import LAYOUTS, MODE, microbatch
-from megatron_loss_agg import weighted_sum
-from megatron_loss_agg.mcore import Extension, LossHook, TokenLoss
+from megatron_loss_agg import StepPlan, weighted_sum
+from megatron_loss_agg.mcore import Call, Extension, LossHook, MicrobatchLoss, TokenLoss
+from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
+from megatron_loss_agg.mcore.split import SPLITS
 
 NUMBER = 8
 """Microbatches of a step."""
@@ -79,20 +81,22 @@ def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: tor
 
 
 class Kept(Extension):
-    """Keeps what the hook hands to its extensions last."""
+    """Keeps the last microbatch, and the size of its plan as other ranks get it."""
 
-    last: Any = None
-    bytes = 0  # of a plan, as other ranks would get it: before losses ask it for anything
+    last: MicrobatchLoss
+    bytes = 0
 
-    @contextlib.contextmanager
-    def around(self, call: Any, plan: Any) -> Iterator[Callable[[Any], None]]:
-        self.bytes = len(pickle.dumps(plan))
-        yield functools.partial(setattr, self, "last")
+    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
+        self.bytes = len(pickle.dumps(dict(plans or {})))
+
+    def on_loss(self, microbatch: MicrobatchLoss) -> None:
+        self.last = microbatch
 
     def works(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """A weighted sum, forward and backward: with weights that are given, and with its own."""
-        (local,), (mask,) = self.last.local.values(), self.last.masks.values()
-        (w,) = self.last.weights.values()
+        """A weighted sum, forward and backward: with weights at hand, and with its own."""
+        x = self.last
+        ((name, term),) = x.terms.items()
+        plan, w = x.plans[name], x.weights[name]
         losses = torch.randn_like(w, requires_grad=True)
 
         def floor() -> None:
@@ -101,7 +105,9 @@ class Kept(Extension):
 
         def weighed() -> None:
             losses.grad = None
-            weighted_sum(local.weights(mask, torch.float32), losses).backward()
+            starts = starts_on_rank(plan, x.i, term, x.call, SPLITS[0])
+            own = weights_on_rank(plan, x.i, term, x.call, starts)
+            weighted_sum(own, losses).backward()
 
         return floor, weighed
 
@@ -120,7 +126,7 @@ class Losses:
         self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self._masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        # The audit puts its probe where the model's parameters are.
+        # Scaling is measured where the model's parameters are.
         self._model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1).cuda()))
 
     def stock(self) -> float:
@@ -136,7 +142,7 @@ class Losses:
         def loss_of(mask: Tensor) -> Any:
             if self._terms == 1:
                 return functools.partial(stock_loss_func, mask)
-            return TokenLoss(lambda output: (dict.fromkeys(names, output), {}), mask)
+            return TokenLoss(lambda output: dict.fromkeys(names, output), mask)
 
         return functools.partial(self.run, hook.wrap(self._schedule), loss_of)
 

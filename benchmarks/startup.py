@@ -1,4 +1,4 @@
-"""What the plugin adds before the first step: imports, the audit and further checks."""
+"""What the plugin adds before the first step: imports, measuring Megatron's scaling, and checks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 from benchmarks import megatron
 from benchmarks.megatron import Training
 from benchmarks.results import Results
-from megatron_loss_agg.mcore import Audit
+from megatron_loss_agg.mcore import hook
 
 HOST = "megatron.core, megatron.core.distributed, megatron.core.pipeline_parallel"
 TIMED = (
@@ -19,7 +20,7 @@ TIMED = (
 
 
 def measure(results: Results) -> None:
-    """CPU seconds, the least of several fresh processes; the audit's on the real Megatron."""
+    """CPU seconds, the least of several fresh processes; of steps, on the real Megatron."""
     imports = {"megatron_loss_agg": "torch", "megatron_loss_agg.mcore": f"torch, {HOST}"}
     for ours, theirs in imports.items():
         code = TIMED.format(theirs, ours)
@@ -35,28 +36,26 @@ def _seconds(code: str) -> float:
     return float(subprocess.check_output(command, text=True, timeout=120))
 
 
-class TimedAudit(Audit):
-    seconds = 0.0
-
-    def start(self, call: Any) -> None:
-        begin = time.process_time()
-        super().start(call)
-        self.seconds += time.process_time() - begin
-
-
 def _first_step(results: Results) -> None:
-    """Every hook audits the host before it, and checks more in it than in later ones."""
+    """Every hook measures Megatron's scaling before it, and checks more in it than in later ones."""
     gpt, step = results.shapes.model, results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
-    found: dict[str, list[float]] = {"audit": [], "first step": [], "second step": []}
+    found: dict[str, list[float]] = {"measuring": [], "first step": [], "second step": []}
+    check_scaling = hook.check_scaling
+
+    def timed(*args: Any) -> float | None:
+        begin = time.process_time()
+        measured = check_scaling(*args)
+        found["measuring"].append(time.process_time() - begin)
+        return measured
+
     for _ in range(results.rounds(3)):
-        audit = TimedAudit()
-        training = Training(True, ddp, step, data, extensions=[audit])
-        for name in ("first step", "second step"):
-            begin = time.process_time()
-            training.run()
-            found[name].append(time.process_time() - begin)
-        found["audit"].append(audit.seconds)
+        training = Training(True, ddp, step, data)
+        with mock.patch.object(hook, "check_scaling", timed):
+            for name in ("first step", "second step"):
+                begin = time.process_time()
+                training.run()
+                found[name].append(time.process_time() - begin)
     for name, seconds in found.items():
         where = f"GPT {gpt.layers} x {gpt.hidden}, one rank"
         results.add(name, where, 1e3 * min(seconds), "ms")

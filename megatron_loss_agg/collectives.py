@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import PeerError
 
@@ -136,10 +138,13 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    parts: list[Any] = [None] * ranks_of(group)
+    """In two collectives and as many waits for the device, however many ranks there are."""
+    assert group is not None  # which is one rank, and gathers nothing
+    data = torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8)
     with torch.no_grad():  # a recomputed loss function may run under another mode
-        dist.all_gather_object(parts, part, group=group)
-    return parts
+        sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()
+        rows = all_gather(pad(data, (0, max(sizes) - len(data))), group)
+    return [pickle.loads(bytes(x[:n].numpy())) for x, n in zip(rows, sizes, strict=True)]
 
 
 def _broadcast_object(x: Any, group: dist.ProcessGroup, source: int, check: bool = True) -> Any:

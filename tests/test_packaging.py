@@ -124,7 +124,8 @@ def test_the_wheel_works_beside_an_existing_torch_and_megatron(wheel: Path, tmp_
 @pytest.mark.parametrize("torch", ["2.6.0a0+ecf3bae40a.nv25.1", "2.9.0a0+145a3a7bda.nv25.10"])
 def test_an_images_own_torch_and_megatron_are_kept(torch: str, wheel: Path, tmp_path: Path) -> None:
     site = new_environment(tmp_path)
-    for name, version in (("torch", torch), ("megatron_core", "0.14.0")):
+    image = {"numpy": "1.26.4", "torch": torch, "megatron_core": "0.14.0"}
+    for name, version in image.items():
         info = site / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -132,10 +133,10 @@ def test_an_images_own_torch_and_megatron_are_kept(torch: str, wheel: Path, tmp_
     assert f"Would install megatron-loss-agg-{VERSION}\n" in said
 
 
-def test_the_metadata_names_the_licence_and_torch_alone(metadata: Message) -> None:
+def test_the_metadata_names_the_licence_and_torch_with_numpy_alone(metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     requirements = metadata.get_all("Requires-Dist") or []
-    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.6.0a0"]
+    assert [r for r in requirements if "extra ==" not in r] == ["numpy", "torch>=2.6.0a0"]
     # On the package index this name is another project than NVIDIA's.
     assert not [r for r in requirements if r.startswith("apex")]
 

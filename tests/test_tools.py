@@ -67,6 +67,17 @@ def test_every_part_of_the_benchmarks_measures_something(tmp_path: Path) -> None
     assert {figure["part"] for figure in found["figures"]} == {*PARTS}
 
 
+def test_the_way_of_a_call_is_counted_as_it_runs() -> None:
+    done = run_afresh("-m", "benchmarks.path", "--show")
+    assert done.returncode == 0, done.stderr[-4000:]
+    *_, summary = done.stdout.splitlines()
+    assert re.search(r": \d+ files, \d+ functions, \d+ calls, \d+ moves .*, \d+ classes$", summary)
+    # Of two microbatches; the first step, which is checked more, is not watched.
+    assert "   1 mcore/hook.py                    LossHook._run\n" in done.stdout
+    assert "   2 mcore/hook.py                    LossHook._loss\n" in done.stdout
+    assert "mcore/checks/scaling.py" not in done.stdout
+
+
 # `patches/check.py`, on folders that hold the lines that the patches sit between, so that every
 # patch fits. Whether it fits the framework itself is seen where its tests patch the framework's
 # code: those of verl and SkyRL do, and `ci/frameworks.sh` and `ci/next.sh` for the others.

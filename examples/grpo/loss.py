@@ -58,8 +58,8 @@ def grpo_hook(options: Options) -> LossHook:
     return LossHook(
         {
             "policy": Term(LossAggregation(mode=options.mode, divisor=divisor)),
-            "kl": Term(LossAggregation(mode="token_mean"), coefficient=options.kl),
-            "entropy": Term(LossAggregation(mode="sample_mean"), coefficient=-options.entropy),
+            "kl": Term(LossAggregation(mode="token_mean"), multiplier=options.kl),
+            "entropy": Term(LossAggregation(mode="sample_mean"), multiplier=-options.entropy),
         },
         empty_step="skip",
     )

@@ -37,11 +37,10 @@ from megatron_loss_agg.mcore.checks.loss_function import (
 )
 from megatron_loss_agg.mcore.checks.masks import (
     FirstTokens,
-    MaskSum,
+    SumsOnRank,
     check_mask_sums,
     check_tokens,
-    mask_sums,
-    mask_sums_by_sample,
+    sums_on_rank,
 )
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
 from megatron_loss_agg.mcore.checks.settings import (
@@ -330,7 +329,7 @@ class LossHook:
         weights: dict[str, Tensor] = {}
         starts: dict[str, Tensor | None] = {}
         parts: list[Tensor] = []
-        sums: list[MaskSum] = []
+        sums: list[SumsOnRank] = []
         for name, term in script.terms.items():
             # 5. The weights of this rank's tokens: mask times coefficient.
             plan = plans[name]
@@ -342,10 +341,9 @@ class LossHook:
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
-
-            if records.is_first:  # the most telling ones first
-                sums += mask_sums_by_sample(call, plan, i, term, starts[name])
-            sums += mask_sums(call, plan, i, term, weights[name])
+            sums.append(
+                sums_on_rank(call, plan, i, term, weights[name], starts[name], records.is_first)
+            )
         records.mask_sums[i] = sums
 
         first = _first(plans)
@@ -485,7 +483,8 @@ class LossHook:
                 self.split,
                 self._split_is_declared,
             )
-        check_mask_sums(call, [x for xs in records.mask_sums.values() for x in xs])
+        sums = [x for of_microbatch in records.mask_sums.values() for x in of_microbatch]
+        check_mask_sums(call, sums, records.is_first)
         self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
         if records.is_first and call.trains and call.ends_step and not self._has_spoken:
             self._speak(call, plans)
@@ -544,7 +543,7 @@ class _Records:
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
     iterator: Any  # that the schedule gets
     forward_steps: int = 0  # that have run
-    mask_sums: dict[int, list[MaskSum]] = field(default_factory=dict)  # by microbatch
+    mask_sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
     masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
     gathered: set[int] = field(default_factory=set)  # microbatches with gathered losses
     tokens: FirstTokens | None = None

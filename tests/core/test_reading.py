@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, StepPlan, Term
-from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore import LateMicrobatch, Prefetch, read_batch, read_samples
-from megatron_loss_agg.mcore.reading.ahead import copied
-from megatron_loss_agg.mcore.reading.keys import reading  # for terms that use some keys alone
+from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.mcore import Prefetch, read_batch
+from megatron_loss_agg.mcore.batches import reader_for  # for levels of names of one's own
 from tests.core.meaning import aggregation
 
 
@@ -82,40 +81,58 @@ def test_samples_are_those_that_the_script_means(name: str) -> None:
 
 
 ALL_FORMS = (
-    "expected exactly one of these: cu_seqlens or cu_seqlens_padded or cu_seqlens with "
-    "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded$"
+    "^the offsets of a batch must be exactly one of cu_seqlens or cu_seqlens_padded or cu_seqlens with "
+    "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded, got {}, of which"
 )
-UNKNOWN = "the batch has the offsets {}, and which"
 OFFSETS: list[tuple[dict[str, Any], str]] = [
-    (packs("1111 1111", [[0, 3], [0, 4]]), "does not end at the length 4 of every pack"),
-    (packs("11 11", [[0, 2], [0, 2]], [[0, 2]]), "key 'cu_seqlens_padded'.*row for each row of th"),
-    (bridge("1111", [[0, 4], [0, 4]]), r"of shape \(2, 2\) beside a loss_mask of shape \(1, 4\)"),
-    (packs("1", [0, 1]) | bridge("1", [0, 1]), UNKNOWN.format("cu_seqlens and cu_seqlens_q")),
-    (bridge("1111", None, [0, 4]), UNKNOWN.format("cu_seqlens_q_padded")),
+    (
+        packs("1111 1111", [[0, 3], [0, 4]]),
+        "^the batch key 'cu_seqlens' must end at the length 4 of",
+    ),
+    (
+        packs("11 11", [[0, 2], [0, 2]], [[0, 2]]),
+        "^the batch key 'cu_seqlens_padded' must be .*, or one such row for each row of the mask",
+    ),
+    (
+        bridge("1111", [[0, 4], [0, 4]]),
+        r"^the batch key .* the mask of shape \(1, 4\), got .* of shape \(2, 2\). Correct it",
+    ),
+    (packs("1", [0, 1]) | bridge("1", [0, 1]), ALL_FORMS.format("cu_seqlens and cu_seqlens_q")),
+    (bridge("1111", None, [0, 4]), ALL_FORMS.format("cu_seqlens_q_padded")),
     # Of Megatron-Bridge 0.3: padded places, real lengths, and how many are no fill.
     (
         packs("1111", [0, 4], cu_seqlens_unpadded=[0, 3]),
-        UNKNOWN.format("cu_seqlens and cu_seqlens_unpadded") + ".*" + ALL_FORMS,
+        ALL_FORMS.format("cu_seqlens and cu_seqlens_unpadded"),
     ),
-    (packs("1111", [[0, 2, 4, -1, -1]]), r"\[0, 2, 4, -1\].* start at 0 and do not decrease"),
-    (bridge("1111", (0, 4)), "'cu_seqlens_q' is a tuple beside a loss_mask"),
+    (
+        packs("1111", [[0, 2, 4, -1, -1]]),
+        r"^offsets must start at 0, never decrease, .*got cu_seqlens=\[0, 2, 4, -1\]",
+    ),
+    (bridge("1111", (0, 4)), "^the batch key 'cu_seqlens_q' must be .*, got a tuple. Correct it"),
 ]
 TOKENS, IDS = torch.ones(2, 8), torch.arange(2)
-# Of a model that makes the mask.
 WITHOUT_MASK: list[tuple[Any, str]] = [
-    (TOKENS, "^the data iterator gave Tensor; expected a mapping"),
-    ({"image": TOKENS}, r"^the data iterator gave \['image'\]; .* LateMicrobatch \(--loss-agg"),
-    ({"tokens": TOKENS[0]}, r"^the data iterator gave \['tokens'\]"),
-    ({"tokens": TOKENS, "rejected": IDS}, "^the batch has the key 'rejected' beside"),
-    ({"tokens": TOKENS, "sample_weights": IDS}, "^the batch has the key 'sample_weights' beside"),
+    (TOKENS, "^a batch must be a mapping with the tensor 'loss_mask', got Tensor. Add that key"),
+    (
+        {"image": TOKENS},
+        r"^a batch must be .* 'loss_mask', got \['image'\]. .*--loss-aggregation-batch",
+    ),
+    (
+        {"loss_mask": [1, 1]},
+        r"^a batch must be .* the tensor 'loss_mask', got \['loss_mask'\]. Add",
+    ),
 ]
 MISSPELT = {"": Term(aggregation("nested_mean", levels=("prompt", "sesion", "sample")))}
 OF_SESSIONS = {"loss_mask": TOKENS, "session_ids": IDS, "position_ids": IDS.repeat(8, 1).T}
 REFUSED: list[tuple[Callable[[Any], Any], Any, str]] = [
     *((plan, *row) for row in OFFSETS),
-    *((read_samples, *row) for row in WITHOUT_MASK),
+    *((read_batch, *row) for row in WITHOUT_MASK),
     # It says which levels there are, and positions are none.
-    (reading(read_batch, MISSPELT), OF_SESSIONS, r"\['sesion_ids'\].*it has: \['session_ids'\]"),
+    (
+        reader_for(read_batch, MISSPELT),
+        OF_SESSIONS,
+        r"^the batch must have 'sesion_ids', .*--loss-aggregation-levels .*, got \['session_ids'\]",
+    ),
 ]
 
 
@@ -125,10 +142,10 @@ def test_a_batch_that_cannot_be_read_is_refused(read: Any, batch: Any, error: st
         read(batch)
 
 
-def test_rows_are_samples_where_the_model_makes_the_mask() -> None:
-    for key in ("tokens", "input_ids", "text", "labels"):
-        batch = {"image": torch.ones(4, 3), key: torch.ones(5, 7)}
-        assert read_samples(batch) == LateMicrobatch(5)
+def test_ids_of_tokens_are_no_levels() -> None:
+    terms = {"": Term(aggregation("nested_mean", levels=("prompt", "position", "sample")))}
+    with pytest.raises(OptionError, match=r"^levels must have ids of samples, got \['position'\]"):
+        reader_for(read_batch, terms)
 
 
 TWO_PACKS = {"loss_mask": torch.ones(2, 4), "dataset_id": torch.tensor([[5], [6]])}
@@ -157,38 +174,39 @@ BLENDED = [
 
 @pytest.mark.parametrize(("batch", "ids"), BLENDED)
 def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch: Any, ids: list[int]) -> None:
-    terms = {"loss": Term(aggregation("sample_mean", count="dataset"))}
-    of_batch = reading(read_batch, terms)
-    assert of_batch(batch).dataset_ids.tolist() == ids
-    own = torch.arange(len(ids))
-    assert torch.equal(of_batch({**batch, "dataset_ids": own}).dataset_ids, own)
-    # Where data sets do not matter, the key may be anything.
-    other = reading(read_batch, {"loss": Term(aggregation("sample_mean", count="prompt"))})
-    assert other({**batch, "dataset_id": "wikipedia"}).dataset_ids is None
+    assert read_batch(batch).dataset_ids.tolist() == ids
+    of_samples = torch.arange(len(ids))
+    assert torch.equal(read_batch({**batch, "dataset_ids": of_samples}).dataset_ids, of_samples)
     for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
-        with pytest.raises(DataError, match=r"'dataset_id' is .*expected an integer for each"):
-            of_batch({**batch, "dataset_id": bad})
+        text = "^the batch key 'dataset_id' must have an integer for each of the . rows .*, got a"
+        with pytest.raises(DataError, match=text):
+            read_batch({**batch, "dataset_id": bad})
 
 
-def test_own_keys_are_those_of_the_levels_and_what_the_reader_itself_asks_for() -> None:
+def test_keys_of_ids_are_those_of_the_levels() -> None:
     levels = {"loss": Term(aggregation("nested_mean", levels=("task", "session", "sample")))}
     named = {f"{unit}_ids": torch.tensor([[i, i]]) for i, unit in enumerate(("task", "session"))}
     batch = {"loss_mask": torch.ones(2, 1), "dataset_id": torch.tensor([5, 6]), **named}
     batch["turn_ids"] = torch.tensor([2, 2])
-    asked = functools.partial(read_batch, dataset_id=True, units=["turn"])
-    found = reading(asked, levels)(batch)
-    ids = {unit: x.tolist() for unit, x in found.ids.items()}
-    assert ids == {"task": [0, 0], "session": [1, 1], "turn": [2, 2]}
-    assert found.dataset_ids.tolist() == [5, 6]
-    assert reading(read_batch, levels)(batch).ids.keys() == {"task", "session"}
+    microbatch = reader_for(read_batch, levels)(batch)
+    ids = {unit: x.tolist() for unit, x in microbatch.ids.items()}
+    assert ids == {"task": [0, 0], "session": [1, 1]}
+    assert microbatch.dataset_ids.tolist() == [5, 6]
+    assert read_batch(batch).ids == {}
+    assert read_batch(batch, units=["turn"]).ids.keys() == {"turn"}
+    # A reader of one's own reads what it wants.
+    asked = functools.partial(read_batch, units=["turn"])
+    assert reader_for(asked, levels) is asked
 
 
-def test_a_microbatch_that_is_read_ahead_has_tensors_of_its_own() -> None:
-    mask, ids = torch.ones(2, 1), torch.tensor([7, 9])
-    copy = copied(Microbatch(mask, ids={"session": ids}))
-    for x in (mask, ids):
+def test_a_copy_has_tensors_of_its_own() -> None:
+    mask, ids, starts = torch.ones(2, 1), torch.tensor([7, 9]), torch.tensor([0, 3])
+    pack = Microbatch(torch.ones(3), starts)
+    copy = Microbatch(mask, ids={"session": ids}, sequences=pack).copied()
+    for x in (mask, ids, starts, pack.loss_mask):
         x.zero_()  # by a loader that fills the same batch again
     assert copy.ids["session"].tolist() == [7, 9] and copy.loss_mask.all()
+    assert copy.sequences.cu_seqlens.tolist() == [0, 3] and copy.sequences.loss_mask.all()
 
 
 PATIENCE = 30.0  # seconds until a test that would hang fails

@@ -56,7 +56,7 @@ def operations_of(ddp: Any, terms: int, samples: int, layout: str) -> tuple[list
 
 # By layout, the most operations of one term; and of a term more, for its weights, its sum and its
 # report.
-MOST = {"bshd": (30, 18), "thd": (50, 26)}
+MOST = {"bshd": (30, 26), "thd": (36, 32)}
 
 
 @on_ranks_of("dp2")
@@ -114,15 +114,15 @@ SAID: dict[str, tuple[Case, str, str]] = {
     "dp2-cp2": (
         Case("", terms=PRESET),
         f"token_mean (verl/token-mean); w_t = m_t / {TOKENS:g}; a step of 8 microbatches on 2 "
-        "data-parallel ranks, 10 samples (packed sequences)",
-        "; context-parallel split: zigzag inside every sequence",
+        "data-parallel ranks, 10 samples (packed sequences), 7 rollouts, 4 prompts",
+        "; context-parallel split: zigzag",
     ),
     "pp2": (
         Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),
         "policy: prompt_mean (skyrl/prompt_mean) + "
         "0.5 * kl: sum (divisor: 1634, rejected: skip); "
         "w_t = m_t / (M_prompt * 4); w_t = m_t / 1634; "
-        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 4 prompts",
+        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 7 rollouts, 4 prompts",
         "",
     ),
 }

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Term
-from megatron_loss_agg.mcore import Audit, Loop, TokenLoss, read_samples
-from megatron_loss_agg.mcore.host import ParallelGroups  # what a collective shows of neither
+from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.mcore.call import ProcessGroups  # what a collective shows of neither
 from megatron_loss_agg.report import reduce_reports
 from tests import device
 from tests.distributed import run_ranks
@@ -35,8 +35,7 @@ BOTH = f"cpu:gloo,{device.DEVICE.type}:{device.BACKEND}"
 Place = Callable[[Tensor], Tensor]
 Seen = tuple[list[str], list[str]]
 """Waits, and the devices of collectives."""
-TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), coefficient=0.1)}
-LATE = {"read_batch": read_samples}
+TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), multiplier=0.1)}
 
 
 def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -58,8 +57,6 @@ CASES = {
     "packs-of-two-terms": Case("", terms=TWO),
     "rows-of-two-terms": Case("", terms=TWO, layout="bshd", per_token=True),
     "custom": Case("custom", layout="bshd"),
-    "late": Case("sample_mean", layout="bshd", hook=LATE),
-    "late-token-mean": Case("token_mean", layout="bshd", per_token=True, hook=LATE),
 }
 
 
@@ -73,22 +70,19 @@ class Model(torch.nn.Module):
         return tokens * self.scale
 
 
-class Unmeasured(Audit):
-    """Which needs a model in one of Megatron's wrappers; all other checks are on."""
-
-    def start(self, call: Any) -> None: ...
-
-
 def stock_loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Any]:
     loss = torch.sum(output.reshape(-1) * loss_mask.reshape(-1))
     tokens = loss_mask.sum().to(torch.int)
     return loss, tokens, {"lm loss": torch.cat([loss.view(1), tokens.view(1)])}
 
 
-def two_losses(output: Tensor, weights: dict[str, Tensor]) -> Any:
-    mean = (weights["policy"] * output).sum()
-    report = {"weighed": torch.stack([mean, torch.ones_like(mean)])}
-    return {"policy": output, "kl": output.square()}, report
+def two_losses(output: Tensor) -> dict[str, Tensor]:
+    return {"policy": output, "kl": output.square()}
+
+
+def weighed(losses: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    mean = (weights["policy"] * losses["policy"]).sum()
+    return {"weighed": torch.stack([mean, torch.ones_like(mean)])}
 
 
 def groups_of(backend: str | None = None) -> Any:
@@ -121,15 +115,14 @@ def to_device(x: Tensor) -> Tensor:
     return x.pin_memory().to(device.DEVICE, non_blocking=True)
 
 
-def two_steps(
+def several_steps(
     case: Case, groups: Any, read: Place = as_it_is, place: Place = as_it_is
 ) -> tuple[list[Any], list[Any], Seen, list[Seen]]:
     """What the loss functions return, the last step's reports, and what it saw: first, planning.
 
     ``read`` puts the data iterator's tensors somewhere, and ``place`` losses and masks.
     """
-    hook = {**case.hook, "extensions": [Unmeasured()], "loop": Loop(of_megatron=True)}
-    case = replace(case, places=PLACES, hook=hook)
+    case = replace(case, places=PLACES, hook={"evaluates": True})
     model, returned = Model(case.per_token), []
     planning: Seen = [], []
     of_losses: list[Seen] = []
@@ -145,7 +138,7 @@ def two_steps(
         tokens, mask = (layout.shard(batch[key]) for key in ("tokens", "loss_mask"))
         losses, mask = place(model(tokens, packed)), place(mask)
         if case.terms:
-            return losses, TokenLoss(two_losses, mask, takes_weights=True)
+            return losses, TokenLoss(two_losses, mask, report=weighed)
         return losses, functools.partial(stock_loss_func, mask)
 
     @torch.no_grad()
@@ -160,8 +153,11 @@ def two_steps(
             of_losses.append(seen())
         return of_step
 
-    run = case.new_hook().wrap(schedule)
-    for forward_only in (False, "forward_only" in case.call):
+    hook: Any = case.new_hook()
+    hook._check_scaling = lambda *_: None  # which needs a backward pass; all other checks are on
+    run = hook.wrap(schedule)
+    # The first call that trains, and the first that evaluates, is checked more.
+    for forward_only in (False, *["forward_only" in case.call] * 2):
         batches = [
             {k: read(x.float() if k == "loss_mask" else x) for k, x in batch.items()}
             for batch in case.data(groups.dp.rank())
@@ -182,15 +178,15 @@ def two_steps(
 
 
 def on_device(read_on_device: bool, backend: str) -> dict[str, Any]:
-    """By case: whether it is the CPU's; and waits and collectives of a second step, by part."""
+    """By case: whether it is the CPU's; and waits and collectives of the last step, by part."""
     groups = groups_of()
-    wanted = {name: two_steps(case, groups) for name, case in CASES.items()}
+    wanted = {name: several_steps(case, groups) for name, case in CASES.items()}
     device.take()  # for good
     groups, found = groups_of(backend), {}
     read = to_device if read_on_device else as_it_is
     with device.Watch():
         for name, case in CASES.items():
-            returned, reports, *waited = two_steps(case, groups, read, to_device)
+            returned, reports, *waited = several_steps(case, groups, read, to_device)
             expected, expected_reports, *_ = wanted[name]
             pairs = zip(device.tensors_in(returned), device.tensors_in(expected), strict=True)
             same = [torch.equal(x.cpu(), y) for x, y in pairs]
@@ -221,7 +217,7 @@ def test_a_step_on_a_device_is_that_of_the_cpu_and_waits_while_it_plans_alone(
 
 
 def losses_of_long_packs() -> list[float]:
-    (first, _), *_ = two_steps(Case("sample_mean", batch=long_pack), groups_of())
+    (first, *_), *_ = several_steps(Case("sample_mean", batch=long_pack), groups_of())
     return [loss.item() for loss, *_ in first]
 
 
@@ -234,7 +230,7 @@ def test_a_pack_of_many_equal_fractions_is_summed_exactly() -> None:
 def counting_group(gloo_beside: bool) -> tuple[bool, bool]:
     """Whether counts go over a group of their own, and whether it is gloo's."""
     parallel_state.initialize_model_parallel(create_gloo_process_groups=gloo_beside)
-    group = ParallelGroups.of().dp
+    group = ProcessGroups.of().dp
     is_own = group is not parallel_state.get_data_parallel_group()
     return is_own, gloo_beside and group is parallel_state.get_data_parallel_group_gloo()
 

@@ -1,6 +1,7 @@
 """Megatron's vision-language and hybrid models: losses and reports are those of the formula.
 
-The first makes its own loss mask; the second, of releases from 0.18 on, predicts several tokens.
+The first makes its own loss mask in the forward pass, which the batch's reader must give before it;
+the second, of releases from 0.18 on, predicts several tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_loss_agg.mcore import read_samples
+from megatron_loss_agg import Microbatch
 from tests import oracle
 from tests.host import gpt, gradients
 from tests.host.cases import Batch, Case, reduced, take
-from tests.host.harness import EXACT, TOPOLOGIES, on_ranks_of
+from tests.host.harness import EXACT, TOPOLOGIES, error_of, on_ranks_of
 from tests.host.reference import gradient_of, relative_error
+from tests.host.refusals import assert_says
 from tests.host.steps import PLACES, VOCAB, Places, Weights, sequences, weights_of
 from tests.host.test_mtp import CONFIG, DEPTHS, FACTOR, case, logits_of
 
-SIDE, PATCH = 4, 2  # of an image, and of its patches: four positions instead of its one token
+SIDE, PATCH = 4, 2  # of an image, and of its patches
+POSITIONS = (SIDE // PATCH) ** 2  # of an image, instead of its one token
 STEP: Places = (((0,), (1,)), ((2,), (3,)))  # numbers of batches
-# One that needs no sum of the mask, and by what the others need it.
-MODES = ("sum", "sample_mean", "microbatch_mean")
+MODES = ("sum", "sample_mean", "microbatch_mean", "token_mean")
 
 
 def llava_batch(_: Batch, number: tuple[int]) -> Batch:
@@ -49,6 +51,19 @@ def llava_batch(_: Batch, number: tuple[int]) -> Batch:
         "image": torch.randn(1, 3, SIDE, SIDE, generator=generator),
         "position_ids": torch.arange(length).expand(rows, length),
     }
+
+
+def with_images(batch: Batch) -> Microbatch:
+    """A reader with the mask that the model makes: 0 at images and just before them."""
+    from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
+
+    rows = []
+    for tokens, mask in zip(batch["tokens"], batch["loss_mask"], strict=True):
+        is_image = tokens == DEFAULT_IMAGE_TOKEN_INDEX
+        is_before_image = F.pad(is_image[1:], (0, 1))
+        mask = mask.masked_fill(is_image | is_before_image, 0)
+        rows.append(mask.repeat_interleave(torch.where(is_image, POSITIONS, 1)))
+    return Microbatch(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
 
 def llava_losses(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -115,8 +130,8 @@ def test_megatrons_llava_is_exact(name: str) -> None:
     for per_token in (False, True):
         model = llava_model(per_token)
         chunks = [gpt.data_parallel(model)]
-        for mode in (*MODES, "token_mean") if per_token else MODES:
-            way = {"hook": {"read_batch": read_samples}, "step": llava_step}
+        for mode in MODES:
+            way = {"hook": {"read_batch": with_images}, "step": llava_step}
             step = Case(mode, places=STEP, per_token=per_token, batch=llava_batch, **way)
             with gpt.KeepDouble():
                 reports = reduced(take(step, TOPOLOGIES[name], chunks))
@@ -127,6 +142,17 @@ def test_megatrons_llava_is_exact(name: str) -> None:
             shown = {"lm loss": whole_loss("token_mean", made), f"{mode} loss": loss}
             wanted = {key: float(x) for key, x in shown.items()}
             assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT), step
+
+
+@on_ranks_of("dp2")
+def test_a_mask_that_the_model_makes_is_refused_unless_it_is_read(name: str) -> None:
+    case = Case("sample_mean", places=STEP, batch=llava_batch, step=llava_step)
+    assert_says(
+        error_of(take, case, TOPOLOGIES[name], [gpt.data_parallel(llava_model(False))]),
+        "DataError: the loss function's mask must have the shape of this rank's part of the batch's "
+        "mask, (1,  ... (a mask that the model makes, as LLaVA's, is not supported); or give a function "
+        "batch -> Microbatch",
+    )
 
 
 @on_ranks_of("dp2")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import Loop, LossHook, Prefetch, read_batch
+from megatron_loss_agg.mcore import LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
 from tests.host.cases import EVALUATION, Batch, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, on_ranks_of, run_host_ranks
@@ -61,7 +61,7 @@ class Loader(torch.utils.data.IterableDataset[Batch]):
 
 
 def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
-    """What reads a loader; and whether batches are drawn ahead in Megatron's loop, and elsewhere.
+    """What reads a loader; and whether batches are drawn ahead by a hook that prefetches, or not.
 
     Only Megatron's own iterators on torch's loaders get a prefetch by themselves.
     """
@@ -97,8 +97,9 @@ def run_on_each(wanted: list[Gradient]) -> None:
     rerun_state_machine.initialize_rerun_state_machine()
     model = gpt.ddp_model()
 
-    def take(wrap: Callable[[Loader], Any], of_megatron: bool, fetches: bool) -> None:
-        hook = LossHook(aggregation("prompt_mean"), loop=Loop(of_megatron=of_megatron))
+    def take(wrap: Callable[[Loader], Any], prefetches: bool, fetches: bool) -> None:
+        options = {"prefetches": prefetches, "evaluates": prefetches}
+        hook = LossHook(aggregation("prompt_mean"), **options)
         train = Loader()
         iterator = wrap(train)
         for (samples, read, ahead), gradient in zip(RUN, wanted, strict=True):
@@ -114,9 +115,9 @@ def run_on_each(wanted: list[Gradient]) -> None:
             gpt.run_step(hook, model, evaluation, 2, forward_only=True)
             assert evaluation.drawn == 2
 
-    for wrap, in_megatron, elsewhere in iterators().values():
-        take(wrap, True, in_megatron)
-        take(wrap, False, elsewhere)
+    for wrap, inserted, alone in iterators().values():
+        take(wrap, True, inserted)
+        take(wrap, False, alone)
 
 
 def test_a_step_is_read_at_once_and_the_next_one_while_it_computes() -> None:

@@ -187,7 +187,7 @@ EXPERTS = {
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 1.0,
 }
-REFUSED_PLACES = ((0, 1), (2, 3)), ((4, 6), (5,))  # unequal on the second data-parallel rank alone
+REFUSED_PLACES = ((0, 1), (2, 3)), ((4, 6), (5,))  # rows: unequal on the second rank alone
 
 
 def one_more_token(batch: Batch) -> Microbatch:
@@ -237,6 +237,7 @@ ROWS = {
         "HostError: over pipeline stages needs microbatches of one number of tokens ... got [ ... on"
         " this data-parallel rank. Set --calculate-per-token-loss",
         topology="pp2-dp2-distributed-overlap",
+        layout="bshd",
     ),
     "of padding on parts": refused(
         "HostError: tokens, got [-1]. Give ... needs one tensor- and context-parallel rank",

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import Audit, Loop
 from tests.host import gpt
 from tests.host.cases import Case, Expected, assert_exact, by_the_oracle, usual
 from tests.host.harness import TOPOLOGIES, Topology
@@ -48,8 +47,8 @@ RUN: list[tuple[bool, Places]] = [
 
 
 def steps_of_run(case: Case, ranks: int) -> list[Case]:
-    audit = Audit(repeat=case.layout == "thd")  # or else of the first step alone
-    step = replace(case, hook={"loop": Loop(of_megatron=True), "extensions": [audit]})
+    # The audit measures more than the first step.
+    step = replace(case, hook={"evaluates": True, "audit": case.layout == "thd"})
     last = None
     for evaluates, places in RUN:
         of_ranks = places if ranks == 2 else (sum(places, ()),)

@@ -1,7 +1,7 @@
-"""The host's fully sharded wrappers: what the audit lets pass is exact, and what it refuses is not.
+"""The host's fully sharded wrappers: what is measured as planned is exact, and what is not is not.
 
 Megatron FSDP and torch's FSDP2, as Megatron wraps it, run on gloo ranks. Their gradients are
-compared with the fp64 reference, whether the audit lets the step pass or not.
+compared with the fp64 reference, whether the measurement lets the step pass or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_loss_agg.mcore import Audit
+from megatron_loss_agg.mcore import LossHook
 from tests.host import gpt, gradients, parallel_state
 from tests.host.cases import Case, take
 from tests.host.harness import CP2, EP2, EXACT, MODELS, Topology, error_of, run_host_ranks
@@ -52,7 +52,7 @@ def steps(
         model = gpt.fully_sharded(gpt.build(per_token=per_token, **config), strategy)
         refused = error_of(take, case, topology, [model])
         if refused:
-            with mock.patch.object(Audit, "start"):
+            with mock.patch.object(LossHook, "_check_scaling"):
                 take(case, topology, [model])
         got = gradient_of(model, strategy)
         error = relative_error(got, {name: expected[name] for name in got})
@@ -86,5 +86,5 @@ def test_what_passes_is_exact_and_what_is_refused_is_not(name: str) -> None:
             bound = EXACT if strategy == TORCH else EXACT_FP32
             assert (error <= bound) == (refused is None), (strategy, per_token, error, refused)
             if strategy == TORCH and per_token:  # its scale_gradients does nothing
-                assert "times the planned ones" in refused
+                assert "must be 1 time the planned ones" in refused
                 assert "turn off calculate_per_token_loss" in refused

@@ -129,23 +129,23 @@ def test_presets_name_the_release_that_they_were_compared_with():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_takes_a_divisor_if_its_formula_has_one(name):
     needs = PRESETS[name].needs_divisor
-    expected = "a number > 0" if needs else "none"
-    with pytest.raises(OptionError, match=f"with preset '{name}'; expected {expected}"):
+    refusal = "needs a divisor, got none" if needs else f"takes no divisor, got {DIVISOR}"
+    with pytest.raises(OptionError, match=f"^preset '{name}' {refusal}. "):
         LossAggregation.preset(name, divisor=None if needs else DIVISOR)
 
 
 UNKNOWN = {
-    "verl/token_mean": "did you mean 'verl/token-mean'? expected one of verl/token-mean, verl/tok",
-    "verl/dapo": "expected one of verl/token-mean",  # another system's is no hint
-    "veri/token-mean": "did you mean 'verl/token-mean'? expected one of skyrl/..., verl/..., slime",
-    "": "expected one of skyrl/..., verl/..., slime/..., ",
+    "verl/token_mean": "Did you mean 'verl/token-mean'? Choose one of verl/token-mean, verl/tok",
+    "verl/dapo": "Choose one of verl/token-mean",  # another system's is no hint
+    "veri/token-mean": "Choose one of skyrl/..., verl/..., slime/..., ",
+    "": "Choose one of skyrl/..., verl/..., slime/..., ",
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_preset_is_named_beside_the_nearest_and_those_of_its_system(name):
     with pytest.raises(
-        OptionError, match=f"^{re.escape(f'unknown preset {name!r}; {UNKNOWN[name]}')}"
+        OptionError, match=f"^{re.escape(f'unknown preset {name!r}. {UNKNOWN[name]}')}"
     ):
         LossAggregation.preset(name)
 

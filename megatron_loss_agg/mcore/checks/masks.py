@@ -12,7 +12,7 @@ order of the microbatches. Padding is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.collectives import broadcast_result, for_backend, gather_objects
+from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
@@ -33,77 +33,88 @@ _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
 
 
-class MaskSum(NamedTuple):
-    """Sums on this rank, and what they should add up to over the context-parallel ranks."""
+class SumsOnRank(NamedTuple):
+    """Sums of one term of one microbatch over this rank's tokens, on their device."""
 
-    what: str
+    plan: StepPlan
     i: int  # of the microbatch in its step
-    on_rank: Tensor
-    planned: Sequence[float]
-    sizes: Sequence[float]  # of the terms that add up to each, by which an error is measured
+    sums: Mapping[str, Tensor]  # by name, see `_planned_sums`
 
 
-def mask_sums(
-    call: Call, plan: StepPlan, i: int, term: TermLosses, weights: Tensor
-) -> Iterator[MaskSum]:
-    """The sums of one microbatch of one term; waits for no device."""
-    mask_sum_S = plan.mask_sums(i)
-    c_S = plan.coefficients(i)
-    weight_sum, weight_size = (float(x.dot(mask_sum_S)) for x in (c_S, c_S.abs()))
-    mask_sum = term.mask.sum()
-    if term.is_whole:
-        mask_sum = mask_sum / call.groups.cp_size
-    planned = [float(mask_sum_S.sum())]
-    yield MaskSum("mask sum", i, mask_sum, planned, planned)
-    yield MaskSum("sum of weights", i, weights.sum(), [weight_sum], [weight_size])
+def sums_on_rank(
+    call: Call,
+    plan: StepPlan,
+    i: int,
+    term: TermLosses,
+    weights: Tensor,
+    starts: Tensor | None,
+    is_first_step: bool,
+) -> SumsOnRank:
+    """Waits for no device. In the first step also by sample, which shows a wrong split."""
+    share = 1 / call.groups.cp_size if term.is_whole else 1.0
+    sums = {}
+    if is_first_step:
+        mask = term.mask.double().reshape(-1)
+        sums["mask sum of a sample"] = sums_of_samples(mask, plan.shapes[i], starts) * share
+        if term.sequence_mask_sum is not None:
+            sums["mask sum of a sequence"] = term.sequence_mask_sum
+    sums["mask sum"] = term.mask.sum() * share
+    sums["sum of weights"] = weights.sum()
     if term.sequence_mask_sum is not None:
-        sequences = plan.sequences[i]
-        assert sequences is not None
-        planned = [float(sequences.mask_sum.sum())]
-        yield MaskSum(
-            "mask sum of all sequences", i, term.sequence_mask_sum.sum(), planned, planned
-        )
+        sums["mask sum of all sequences"] = term.sequence_mask_sum.sum()
+    return SumsOnRank(plan, i, sums)
 
 
-def mask_sums_by_sample(
-    call: Call, plan: StepPlan, i: int, term: TermLosses, starts: Tensor | None
-) -> Iterator[MaskSum]:
-    """The sums of each sample, which show a wrong split; waits for no device."""
-    sums = sums_of_samples(term.mask.double().reshape(-1), plan.shapes[i], starts)
-    if term.is_whole:
-        sums = sums / call.groups.cp_size
-    planned = plan.mask_sums(i).tolist()
-    yield MaskSum("mask sum of a sample", i, sums, planned, planned)
-    if term.sequence_mask_sum is not None:
-        sequences = plan.sequences[i]
-        assert sequences is not None
-        planned = sequences.mask_sum.tolist()
-        yield MaskSum("mask sum of a sequence", i, term.sequence_mask_sum, planned, planned)
-
-
-def check_mask_sums(call: Call, sums: Sequence[MaskSum]) -> None:
+def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool) -> None:
     """Raise DataError, on all context-parallel ranks alike, unless the sums are the planned ones.
 
     Waits for the device once.
     """
-    if not sums:
+    if not terms:
         return
-    numbers = torch.cat([x.on_rank.reshape(-1).double() for x in sums])
+    numbers = torch.cat([x.reshape(-1).double() for term in terms for x in term.sums.values()])
+    if is_first_step:
+        sizes = all_gather(torch.tensor([len(numbers)]), call.groups.cp)
+        if bool((sizes != len(numbers)).any()):
+            raise DataError(
+                "all context-parallel ranks must read the same batches, got different numbers of "
+                "samples or masks. Split every batch by sequence, not by sample."
+            )
     if call.groups.cp_size > 1:
         numbers = for_backend(numbers, call.groups.cp)
         dist.all_reduce(numbers, group=call.groups.cp)
     remaining = iter(numbers.tolist())
-    for x in sums:
-        for planned, size in zip(x.planned, x.sizes, strict=True):
-            found = next(remaining)
-            if not abs(found - planned) <= _TOLERANCE * size:  # NaN is not
-                raise DataError(
-                    "the loss function's mask must be this rank's part of the batch's 'loss_mask': in "
-                    f"microbatch {x.i} its {x.what} must be {planned:g}, got {found:g}. Leave the mask "
-                    "undivided (and fractions in fp32), split it as declared "
-                    f"(--loss-aggregation-split, LossHook(split=)), or give the final"
-                    f" mask: {HOW_TO_READ}."
-                )
+    for plan, i, sums in terms:
+        for name in sums:
+            for planned, size in _planned_sums(plan, i, name):
+                found = next(remaining)
+                if not abs(found - planned) <= _TOLERANCE * size:  # NaN is not
+                    raise DataError(
+                        "the loss function's mask must be this rank's part of the batch's "
+                        f"'loss_mask': in microbatch {i} its {name} must be {planned:g}, got "
+                        f"{found:g}. Leave the mask undivided (and fractions in fp32), split it as "
+                        "declared (--loss-aggregation-split, LossHook(split=)), or give the final mask: "
+                        f"{HOW_TO_READ}."
+                    )
+
+
+def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]]:
+    """What the sums of this name must add up to over the context-parallel ranks.
+
+    Each with the size of its terms, by which an error is measured.
+    """
+    if name == "sum of weights":
+        c_S, mask_sum_S = plan.coefficients(i), plan.mask_sums(i)
+        return [(float(c_S.dot(mask_sum_S)), float(c_S.abs().dot(mask_sum_S)))]
+    if name in ("mask sum", "mask sum of a sample"):
+        mask_sums = plan.mask_sums(i)
+    else:
+        sequences = plan.sequences[i]
+        assert sequences is not None  # since the script's loss is of them
+        mask_sums = sequences.mask_sum
+    if name in ("mask sum", "mask sum of all sequences"):
+        mask_sums = mask_sums.sum().reshape(1)
+    return [(x, x) for x in mask_sums.tolist()]
 
 
 @dataclass

@@ -1,9 +1,10 @@
-"""The audit measures the installed host, and catches one that has moved a factor or a reduction."""
+"""Megatron's scaling is measured before the first step: a moved factor or reduction is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,30 +13,37 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_loss_agg.mcore import Audit, LossHook
+from megatron_loss_agg.mcore import LossHook
 from tests.host import gpt, parallel_state
 from tests.host.harness import MODELS, TOPOLOGIES, error_of, on_ranks_of
 from tests.host.refusals import assert_says
 from tests.host.steps import aggregation, batches
 
 STEP = ((0, 1), (2,), (3, 4))
+AUDIT = "loss aggregation audit: gradients are 1.000000 times the planned ones "
 ONE = pytest.approx(1.0, rel=1e-6)
 Found = tuple[float | None, str | None]
 
 
-def audited(model: Any, auditor: Audit | None = None, places: Any = STEP) -> Found:
-    """What the audit measures before a step of ``model``, and how the step ends."""
-    auditor = auditor or Audit()
-    hook = LossHook(aggregation("sum"), extensions=[auditor])
+def hook_with(**options: Any) -> LossHook:
+    return LossHook(aggregation("sum"), **options)
 
-    def step() -> str | None:
-        data, wrapped = batches(places, "thd"), hasattr(model, "zero_grad_buffer")
-        given = data if gpt.reads_data() else None
-        return error_of(gpt.run_step, hook, model, given, len(places), zero_grad=wrapped)
 
-    error = step()
-    assert error is None or step() == error  # a loop that goes on all the same is stopped again
-    return auditor.measured, error
+def step_of(hook: LossHook, model: Any, places: Any = STEP) -> Found:
+    """What is measured before a step of ``model``, and how the step ends."""
+    hook._measured = None
+    data, wrapped = batches(places, "thd"), hasattr(model, "zero_grad_buffer")
+    given = data if gpt.reads_data() else None
+    error = error_of(gpt.run_step, hook, model, given, len(places), zero_grad=wrapped)
+    return hook._measured, error
+
+
+def first_step_of(model: Any, **options: Any) -> Found:
+    hook = hook_with(**options)
+    measured, error = step_of(hook, model)
+    if error is not None:
+        assert step_of(hook, model) == (measured, error)  # a loop that goes on is stopped again
+    return measured, error
 
 
 def built(per_token: bool = False, config: dict[str, Any] | None = None, **ddp: Any) -> Any:
@@ -102,12 +110,15 @@ def finalized(finalize: Any) -> Any:
     return mock.patch.dict(gpt.SETTINGS, finalize_model_grads_func=finalize)
 
 
+PLANNED = "gradients must be 1 time the planned ones"
+
+
 def called(name: str) -> str:
-    return f"HostError: gradients would be ... config.finalize_model_grads_func={name} ("
+    return f"HostError: {PLANNED} ... config.finalize_model_grads_func={name} ("
 
 
 def times(factor: str) -> str:
-    return f"HostError: gradients would be {factor} times the planned ones"
+    return f"HostError: {PLANNED}, got {factor} times in megatron-core"
 
 
 # By topology: a changed host, and what is said of it without and with the per-token flag.
@@ -118,7 +129,7 @@ def broken(says: str, patch: Callable[..., Any], *args: Any) -> Host:
     return says, says, functools.partial(patch, *args)
 
 
-NO_CP = "HostError: with DistributedDataParallel and"
+NO_CP = f"HostError: {PLANNED} ... with DistributedDataParallel and"
 HOSTS: dict[str, dict[str, Host]] = {
     "dp1": {},
     "cp2": {
@@ -152,7 +163,7 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
             for sharded in (False, True) if case in SOUND else (False,):
                 with patch():
                     ddp = built(bool(per_token), config, use_distributed_optimizer=sharded)
-                    measured, error = audited(ddp)
+                    measured, error = first_step_of(ddp)
                 assert measured == (None if says else ONE), case
                 assert_says(error, says)
 
@@ -164,12 +175,22 @@ NUMBERS = [((1, 3), True), ((2, 5), True), ((2, 5), False), ((3, 5), True), ((1,
 @on_ranks_of("dp2")
 def test_ranks_may_have_different_numbers_of_microbatches(name: str) -> None:
     for per_token in (False, True):
-        auditor = Audit(repeat=True)
+        hook, model = hook_with(audit=True), built(per_token)
         for numbers, is_new in NUMBERS:
-            auditor.measured = None
             places = ((0,),) * numbers[gpt.data_rank()]
-            found = audited(built(per_token), auditor, places)
-            assert found == (ONE if is_new else None, None)
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                assert step_of(hook, model, places) == (ONE if is_new else None, None)
+            said = [x for x in output.getvalue().splitlines() if x.startswith(AUDIT)]
+            assert len(said) == (is_new and gpt.data_rank() == 0)
+            assert all(f"(MegatronScale(num_microbatches={numbers[0]}, " in x for x in said)
+
+
+@on_ranks_of("dp2")
+def test_without_the_audit_the_first_step_of_each_model_is_measured_alone(name: str) -> None:
+    hook = hook_with()
+    for model in (built(), built(True)):
+        measured = [step_of(hook, model, STEP[:n]) for n in (2, 3, 2)]
+        assert measured == [(ONE, None), (None, None), (None, None)]
 
 
 def own_ddp(model: Any) -> Any:
@@ -193,14 +214,20 @@ def bare(model: Any) -> Any:
     return model
 
 
-CANNOT = "cannot be measured; expected ... --loss-aggregation-unmeasured trust"
+def cannot(name: str) -> str:
+    return (
+        f"HostError: must be measured before the first step, and that of a {name} cannot be ... "
+        "choose LossHook(trusts_unmeasured=True) (--loss-aggregation-unmeasured trust)"
+    )
+
+
 # Of models without Megatron's function, or in no wrapper of its own: wrapper, per-token flag, and
 # whether they are trusted; what is measured, and what is said.
 UNKNOWN: dict[str, list[tuple[Callable[[Any], Any], bool, bool, float | None, str]]] = {
     "dp2": [
-        (bare, False, False, None, f"HostError: of a GPTModel {CANNOT}"),
-        (own_ddp, False, False, None, f"HostError: of a Own {CANNOT}"),
-        (torch_ddp, False, False, None, f"HostError: of a DistributedDataParallel {CANNOT}"),
+        (bare, False, False, None, cannot("GPTModel")),
+        (own_ddp, False, False, None, cannot("Own")),
+        (torch_ddp, False, False, None, cannot("DistributedDataParallel")),
         (torch_ddp, False, True, None, ""),
         (lambda model: gpt.data_parallel(model), False, True, None, ""),
     ],
@@ -217,6 +244,6 @@ def test_a_model_that_cannot_be_measured_is_refused_unless_trusted(name: str) ->
     for wrap, per_token, trust, wanted, says in UNKNOWN[name]:
         model = gpt.build(torch.float32, per_token)
         model.config.finalize_model_grads_func = None
-        measured, error = audited(wrap(model), Audit(trust=trust))
+        measured, error = first_step_of(wrap(model), trusts_unmeasured=trust)
         assert measured == wanted
         assert_says(error, says)
