@@ -43,7 +43,11 @@ from megatron_loss_agg.mcore.checks.masks import (
     sums_on_rank,
 )
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
-from megatron_loss_agg.mcore.checks.settings import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.checks.settings import (
+    check_logits_are_split,
+    check_same_on_all_ranks,
+    check_settings,
+)
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.first_line import (
     first_line,
@@ -384,8 +388,11 @@ class LossHook:
             i = call.first_index + records.forward_steps
             records.forward_steps += 1
             if model_calls is not None:
-                records.inputs[i], packing = model_calls.take()
-                check_packing(packing, _first(plans), i)
+                of_model = model_calls.take()
+                records.inputs[i] = of_model.integers
+                check_packing(of_model.packing, plans, i, call.groups.cp_size)
+                if of_model.labels is not None:
+                    check_logits_are_split(call)
             return output, functools.partial(self._loss, call, plans, records, i, loss_function)
 
         return forward_step
