@@ -47,7 +47,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
     if failures:
         first = min(failures)
         raise PeerError(
-            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {first} "
+            f"rank(s) {[*failures]} of the group failed while {doing}. Fix the error of rank {first} "
             f"first: {failures[first]}"
         )
     return parts
@@ -154,7 +154,7 @@ def _broadcast_object(x: Any, group: dist.ProcessGroup, source: int, check: bool
         dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
     if check and isinstance(box[0], Failure):
         raise PeerError(
-            f"rank {source} of the group failed to plan the step for this rank. Mend its error "
+            f"rank {source} of the group failed to plan the step for this rank. Fix its error "
             f"first: {box[0].error}"
         )
     return box[0]

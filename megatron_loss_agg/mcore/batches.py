@@ -26,8 +26,8 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-MODEL_INPUTS = ("labels", "tokens", "input_ids", "position_ids")
-"""Batch keys of integers by token, with which the model is called; the most telling first."""
+MODEL_INPUTS = ("labels", "tokens", "input_ids")
+"""Batch keys of integers by token, with which the model is called. Positions tell no tokens apart."""
 
 _FORMS_OF_OFFSETS = (
     {"cu_seqlens"},
@@ -83,7 +83,8 @@ class DrawnBatches:
         if not self._batches:
             raise DataError(
                 f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                "and ask for more. Call next(data_iterator) once each, or give LossHook(read_step=...)."
+                "got a request for more. Call next(data_iterator) once each, or give "
+                "LossHook(read_step=...)."
             )
         return self._batches.popleft()
 
@@ -98,7 +99,7 @@ class DrawnBatches:
         if self._batches:
             raise DataError(
                 f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                f"and left {len(self._batches)}. Call next(data_iterator) once each, or give "
+                f"got {len(self._batches)} left. Call next(data_iterator) once each, or give "
                 "LossHook(read_step=...)."
             )
 
@@ -159,7 +160,7 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     if read is not read_batch:
         return read
     units = units_by_id(terms) - {*BY_ID}
-    if of_tokens := sorted(unit for unit in units if f"{unit}_ids" in MODEL_INPUTS):
+    if of_tokens := sorted(units & {"input", "position"}):
         raise OptionError(
             f"levels must have ids of samples, got {of_tokens}, whose batch keys are of tokens. Choose "
             "other names (--loss-aggregation-levels), or give a reader of your own "
@@ -168,14 +169,20 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     return functools.partial(read_batch, units=sorted(units)) if units else read
 
 
-def with_dataset_ids(microbatch: MicrobatchOfTerms) -> MicrobatchOfTerms:
-    """With ids of data sets: its own, or one for all samples, -1, which no blend has.
+def with_dataset_ids(microbatches: Sequence[MicrobatchOfTerms]) -> list[MicrobatchOfTerms]:
+    """Microbatches with ids of data sets: their own, or if none has any, one id, -1, for all samples.
 
     Validation sets are often read one by one, and then lack ids.
     """
-    if isinstance(microbatch, Mapping):
-        return {name: _with_dataset_ids(x) for name, x in microbatch.items()}
-    return _with_dataset_ids(microbatch)
+    each = [x for m in microbatches for x in (m.values() if isinstance(m, Mapping) else [m])]
+    if any(x.dataset_ids is not None for x in each):
+        return list(microbatches)
+    return [
+        {name: _with_one_dataset(x) for name, x in m.items()}
+        if isinstance(m, Mapping)
+        else _with_one_dataset(m)
+        for m in microbatches
+    ]
 
 
 def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
@@ -224,9 +231,7 @@ def pack_offsets(
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
 
 
-def _with_dataset_ids(microbatch: Microbatch) -> Microbatch:
-    if not isinstance(microbatch, Microbatch) or microbatch.dataset_ids is not None:
-        return microbatch
+def _with_one_dataset(microbatch: Microbatch) -> Microbatch:
     return replace(microbatch, dataset_ids=torch.full((microbatch.num_samples,), -1))
 
 
@@ -237,7 +242,8 @@ def _vector(x: Any) -> Any:
 def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
     key = f"{unit}_ids"
     if batch.get(key) is None:
-        present = sorted(x for x in {*map(str, batch)} - {*MODEL_INPUTS} if x.endswith("_ids"))
+        of_tokens = {"input_ids", "position_ids"}
+        present = sorted(x for x in {*map(str, batch)} - of_tokens if x.endswith("_ids"))
         raise DataError(
             f"the batch must have {key!r}, one id for each sample, since --loss-aggregation-levels "
             f"names it, got {present}. Add the key, or choose other levels."
