@@ -30,9 +30,9 @@ from megatron_loss_agg.mcore.batches import (
 )
 from megatron_loss_agg.mcore.call import Call, defaults_of, stock
 from megatron_loss_agg.mcore.checks.loss_function import (
-    MaskedSum,
-    check_masked_sums,
-    compare_with_masked_sum,
+    StockLoss,
+    check_stock_losses,
+    compare_stock_loss,
     function_of,
 )
 from megatron_loss_agg.mcore.checks.masks import (
@@ -255,14 +255,16 @@ class LossHook:
             DataError: the block ends with microbatches left, or a step is open already.
         """
         if self._open_step is not None:
-            raise DataError("hook.step inside another hook.step. Close the first one before.")
+            raise DataError(
+                "hook.step must not be opened inside another one. Leave the first block before."
+            )
         self._open_step = step = _OpenStep(listed(microbatches))
         try:
             yield
             if step.taken < len(step.microbatches):
                 raise DataError(
                     f"the calls inside hook.step must take all of its {len(step.microbatches)} "
-                    f"microbatches, and took {step.taken}. See their num_microbatches."
+                    f"microbatches, got {step.taken}. Let their num_microbatches add up to all."
                 )
         finally:
             self._open_step = None
@@ -292,6 +294,8 @@ class LossHook:
             plans, records.tokens = step.plans, step.tokens
         if step is not None:
             step.plans, step.tokens = plans, records.tokens
+        if step is None:
+            self._fetch_next(call)
         self.call, self.plans = call, plans
         if call.begins_step:
             for extension in self.extensions:
@@ -350,10 +354,11 @@ class LossHook:
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
+            # 7. What is compared after the call.
             sums.append(
                 sums_on_rank(call, plan, i, term, weights[name], starts[name], records.is_first)
             )
-        records.mask_sums[i] = sums
+        records.sums[i] = sums
 
         first = _plan_of_first_term(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -371,9 +376,9 @@ class LossHook:
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
         if (call.trains, function_of(loss_function)) not in self._checked_functions:
-            masked_sum = compare_with_masked_sum(call, loss_function, script)
-            if masked_sum is not None:
-                records.masked_sums[i] = masked_sum
+            stock_loss = compare_stock_loss(call, loss_function, script)
+            if stock_loss is not None:
+                records.stock_losses[i] = stock_loss
 
         num_tokens = _tokens_of_rank(call, first, i)
         return call.scale.returned(
@@ -422,8 +427,6 @@ class LossHook:
                         "a step must have an active token, and every token is masked or rejected. Fix "
                         "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
                     )
-        if step is None and groups.is_last_stage:
-            self._fetch_next(call)
         return plans
 
     def _read(
@@ -486,7 +489,7 @@ class LossHook:
             self._print_first_line(call, plans)
 
     def _check_losses(self, call: Call, records: _Records) -> None:
-        expected, computed = call.scale.num_microbatches, len(records.mask_sums)
+        expected, computed = call.scale.num_microbatches, len(records.sums)
         if computed != expected:
             raise HostError(
                 f"the schedule must compute one loss for each of the {expected} microbatches, got "
@@ -504,9 +507,9 @@ class LossHook:
             )
         elif records.depend_on_split:
             check_split_was_verified(self._fitting_splits, self.split, self._split_is_declared)
-        sums = [x for of_microbatch in records.mask_sums.values() for x in of_microbatch]
+        sums = [x for of_microbatch in records.sums.values() for x in of_microbatch]
         check_mask_sums(call, sums, records.is_first)
-        self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
+        self._checked_functions |= check_stock_losses([*records.stock_losses.values()])
         if isinstance(records.iterator, DrawnBatches):
             records.iterator.check_taken()
 
@@ -565,8 +568,8 @@ class _Records:
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
     iterator: Any  # that the schedule gets
     forward_steps: int = 0  # that have run
-    mask_sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
-    masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
+    sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
+    stock_losses: dict[int, StockLoss] = field(default_factory=dict)  # likewise
     depend_on_split: set[int] = field(default_factory=set)  # microbatches
     tokens: FirstTokens | None = None
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # of the model's calls

@@ -211,7 +211,7 @@ def check_tokens(
                 fitting = common if fitting is None else fitting & common
         return (fitting,)
 
-    (fitting,) = broadcast_result(compare, call.groups.tp, 0)
+    (fitting,) = broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
     return fitting
 
 
