@@ -152,14 +152,15 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
-    """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
+    """``read``; if it is `read_batch`, also with ``units``, with the keys of ids that ``terms`` need.
 
     Raises:
         OptionError: a unit whose key has ids of tokens.
     """
-    if read is not read_batch:
+    if getattr(read, "func", read) is not read_batch:
         return read
-    units = units_by_id(terms) - {*BY_ID}
+    units_of_reader = getattr(read, "keywords", {}).get("units", ())  # for a custom function
+    units = {*units_of_reader, *units_by_id(terms)} - {*BY_ID}
     if of_tokens := sorted(units & {"input", "position"}):
         raise OptionError(
             f"levels must have ids of samples, got {of_tokens}, whose batch keys are of tokens. Choose "
