@@ -247,8 +247,8 @@ def _of_sample_loss(
             )
         losses, report = losses_and_report(loss_function.compute(output))
     else:
-        sequences = first.sequences[i] if first.sequences else None
-        if sequences is None:
+        sequences = first.sequences[i]
+        if sequences is None or any(plans[name].sequences[i] is None for name in names):
             raise DataError(
                 "SampleLoss(per_token=) needs the token sequences of its microbatch, and got none. Read "
                 "Microbatch.of_samples(number, sequences=Microbatch(loss_mask, cu_seqlens))."
