@@ -506,7 +506,10 @@ class LossHook:
                 self._split_is_declared,
             )
         elif records.depend_on_split:
-            check_split_was_verified(self._fitting_splits, self.split, self._split_is_declared)
+            first = min(records.depend_on_split)
+            check_split_was_verified(
+                first, self._fitting_splits, self.split, self._split_is_declared
+            )
         sums = [x for of_microbatch in records.sums.values() for x in of_microbatch]
         check_mask_sums(call, sums, records.is_first)
         self._checked_functions |= check_stock_losses([*records.stock_losses.values()])

@@ -176,13 +176,15 @@ ROWS = {
     "the most": counted(partial(routed, number=2**28 - 1)),
     "too many": counted(
         partial(routed, number=2**28),
-        "HostError: a step of 2147483648 tokens ... as int32 ... turn the flag off",
+        "HostError: a step must have at most 2147483647 tokens ... int32, got 2147483648. Turn",
     ),
     "too many without the flag": counted(partial(routed, number=2**28), per_token=False),
     "none": counted(partial(routed, number=0)),
-    "some": counted(some, "DataError: 2 of a step's 8 microbatches have routed_tokens ... or none"),
+    "some": counted(
+        some, "DataError: all microbatches of a step must have routed_tokens, or none, got 2 of 8"
+    ),
     "negative": counted(
-        partial(routed, number=-1), "DataError: routed_tokens=-1; expected an int >= 0"
+        partial(routed, number=-1), "DataError: routed_tokens must be an int >= 0, got -1"
     ),
 }
 

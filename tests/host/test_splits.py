@@ -379,8 +379,8 @@ def misdeclared(
     """Every rank hears the name of the split that fits, or several."""
     says = (
         "microbatch 0 must be split over context-parallel ranks as declared, "
-        f"{declared or 'zigzag'!r}, got '{names or split}'. Give --loss-aggregation-split {split} "
-        f"(LossHook(split={split!r}))"
+        f"{declared or 'zigzag'}, got {names or split}. Give --loss-aggregation-split "
+        f"{names or split} (LossHook(split=))"
     )
     return of_pack(split, says, batch, declared=declared, **options)
 
@@ -458,7 +458,7 @@ OF_PARTS = {
     "zigzag_pack by default": misdeclared("zigzag_pack", None),
     "contiguous by default, of token_mean": misdeclared("contiguous", None),
     **{
-        f"padding behind a sample, {split} by default": misdeclared(split, None, LONE)
+        f"padding behind a sample, {split} by default": of_pack(split, MASK, LONE)
         for split in ("zigzag_pack", "contiguous")
     },
     "contiguous where another is declared, told by the second rank alone": misdeclared(
@@ -479,7 +479,15 @@ OF_PARTS = {
     "padding behind a sample of another split, told by its mask": of_pack(
         "contiguous", MASK, LONE, read_step=partial(read_step, batch=LONE)
     ),
-    "a split that is none of these": of_pack("backwards", UNVERIFIED),
+    **{
+        f"a split that is none of these, {declared}": of_pack(
+            "backwards",
+            "microbatch 0 must be split over context-parallel ranks as one of zigzag, zigzag_pack, "
+            "contiguous, got tokens that are no part",
+            declared=declared,
+        )
+        for declared in (None, *SPLITS)
+    },
     "no tokens of the batch": of_pack("zigzag", UNVERIFIED, read_step=read_step),
     "sequences that zigzag cannot split": of_pack(
         "contiguous",

@@ -162,7 +162,7 @@ def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathe
     """Whether the weights of microbatch ``i`` are right under one split alone."""
     if call.groups.cp_size == 1:
         return False
-    return is_gathered or any(_has_several_starts(plan, i) for plan in plans.values())
+    return is_gathered or any(_has_several_samples(plan, i) for plan in plans.values())
 
 
 def check_tokens(
@@ -201,14 +201,15 @@ def check_tokens(
                 "all context-parallel ranks must read the same batches, got different samples or "
                 "masks. Split every batch by sequence, not by sample."
             )
-        fitting: set[str] | None = None
-        for i in inputs:
-            comparable = [x for of_rank in of_ranks if (x := of_rank.findings[i]) is not None]
-            common = _common_splits(i, comparable)
-            if i in depend_on_split:
-                check_split_was_verified(common, split, is_declared)
-            if common is not None:
-                fitting = common if fitting is None else fitting & common
+        splits = {
+            i: _common_splits(i, [x for rank in of_ranks if (x := rank.findings[i]) is not None])
+            for i in inputs
+        }
+        compared = [x for x in splits.values() if x is not None]
+        fitting = set.intersection(*compared) if compared else None
+        for i in depend_on_split:
+            of_microbatch = fitting if splits[i] is None else splits[i]
+            check_split_was_verified(i, of_microbatch, split, is_declared)
         return (fitting,)
 
     (fitting,) = broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
@@ -216,31 +217,31 @@ def check_tokens(
 
 
 def check_split_was_verified(
-    fitting: Collection[str] | None, split: str, is_declared: bool
+    i: int, fitting: Collection[str] | None, split: str, is_declared: bool
 ) -> None:
-    """Raise DataError unless the declared split fits the tokens that were compared.
+    """Raise DataError unless the declared split, on which microbatch ``i`` depends, fits.
 
     Args:
-        fitting: the splits that fit them; None if there were none to compare.
+        fitting: the splits that fit the tokens that were compared; None if there were none.
     """
     if fitting is None and not is_declared:
         raise DataError(
-            "the split over context-parallel ranks must be verified, and the model is not called with "
-            "labels or tokens of the batch. Declare it: --loss-aggregation-split "
-            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
+            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
+            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
+            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
         )
     if fitting is None or split in fitting:
         return
-    if fitting:
+    if not fitting:
         raise DataError(
-            f"batches must be split over context-parallel ranks as declared, {split!r}, got "
-            f"{' or '.join(map(repr, sorted(fitting)))}. Give another --loss-aggregation-split "
-            "(LossHook(split=))."
+            f"microbatch {i} must be split over context-parallel ranks as one of {', '.join(SPLITS)}, "
+            "got tokens that are no part of the batch's under any of them. Split every sequence as "
+            "CPLayout does, or give Microbatch(model_inputs=...) with the tensors of the model's calls."
         )
+    names = " or ".join(sorted(fitting))
     raise DataError(
-        f"batches must be split over context-parallel ranks as one of {', '.join(SPLITS)}, got tokens "
-        "that are no part of the batch's under any of them. Split every sequence as CPLayout does, or "
-        "give Microbatch(model_inputs=...) with the whole tensors of the model's calls."
+        f"microbatch {i} must be split over context-parallel ranks as declared, {split}, got {names}. "
+        f"Give --loss-aggregation-split {names} (LossHook(split=))."
     )
 
 
@@ -269,11 +270,11 @@ def _common_splits(i: int, findings: Sequence[SplitFinding]) -> set[str] | None:
     return common
 
 
-def _has_several_starts(plan: StepPlan, i: int) -> bool:
-    """Whether a pack has several samples, or padding behind a lone one."""
+def _has_several_samples(plan: StepPlan, i: int) -> bool:
+    """Whether microbatch ``i`` is a pack of several; of a lone one, its mask shows a wrong split."""
     sequences = plan.sequences[i]
-    mask, starts = plan.shapes[i] if sequences is None else sequences.shape
-    return starts is not None and (len(starts) > 2 or int(starts[-1]) < mask[-1])
+    shape = plan.shapes[i] if sequences is None else sequences.shape
+    return shape.starts is not None and len(shape.starts) > 2
 
 
 def _finding(
