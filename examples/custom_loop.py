@@ -73,7 +73,7 @@ def logits_of(model: Any, batch: Batch) -> Tensor:
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
     batch = {key: value.cuda() for key, value in next(data_iterator).items()}
-    loss = TokenLoss(lambda logits: (token_losses(logits, batch), {}), batch["loss_mask"])
+    loss = TokenLoss(lambda logits: token_losses(logits, batch), batch["loss_mask"])
     return logits_of(model, batch), loss
 
 

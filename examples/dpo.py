@@ -7,27 +7,30 @@ A preference loss has one number for each pair of answers, not one for each toke
     loss = -log sigmoid(beta * ((log p_c - log q_c) - (log p_r - log q_r)))
 
 with the log-probabilities of a chosen and a rejected answer under the model, ``p``, and under a
-reference model, ``q``. For the hook a pair is a sample of one token, see (1) and (2):
-``sample_mean`` is the mean over pairs, ``prompt_mean`` that over prompts. The gradient of every
-step is proved to be that of the whole step in one process. The model, and what surrounds a step,
-are those of custom_loop.py.
+reference model, ``q``, which is the model as it was before the first step. For the hook a pair is a
+sample with one loss: it reads how many there are (1), and gets a loss function of the sums over whole
+answers, which it makes itself from numbers by token (2), also under context parallelism.
+``sample_mean`` is the mean over pairs, ``prompt_mean`` that over prompts. The gradient of every step
+is proved to be that of the whole step in one process. The model, and what surrounds a step, are those
+of custom_loop.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from custom_loop import LENGTH, VOCAB, Batch, logits_of, prove, report, start, update
+from custom_loop import LENGTH, VOCAB, Batch, build, logits_of, prove, report, start, update
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_loss_agg import LossAggregation, Microbatch, SequenceSum, predicting_mask
-from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg import LossAggregation, Microbatch, predicting_mask
+from megatron_loss_agg.mcore import LossHook, SampleLoss
 
 PROMPTS, PAIRS, BETA = 4, 10, 0.5
 
@@ -41,15 +44,19 @@ def preferences(step: int) -> Batch:
     return {
         "tokens": torch.randint(0, VOCAB, (PAIRS, 2, LENGTH), generator=generator),
         "loss_mask": predicting_mask(response.flatten(0, 1)).view_as(response),
-        "reference": -3 * response.sum(-1),  # log-probabilities, [pairs, 2]
         "prompt_ids": torch.arange(PAIRS) % PROMPTS,
     }
 
 
-def log_probs_of(model_output: Tensor, batch: Batch) -> Tensor:
+def answers(batch: Batch) -> Batch:
+    """Rows [2 * pairs, seq]."""
+    return {"tokens": batch["tokens"].flatten(0, 1), "loss_mask": batch["loss_mask"].flatten(0, 1)}
+
+
+def log_probs_of(logits: Tensor, batch: Batch) -> Tensor:
     """Of the next tokens, [2 * pairs, seq]."""
-    following = batch["tokens"].flatten(0, 1).roll(-1, dims=1).unsqueeze(-1)
-    return model_output.log_softmax(-1).gather(-1, following).squeeze(-1)
+    following = answers(batch)["tokens"].roll(-1, dims=1).unsqueeze(-1)
+    return logits.log_softmax(-1).gather(-1, following).squeeze(-1)
 
 
 def pair_losses(of_answers: Tensor, batch: Batch) -> Tensor:
@@ -58,21 +65,27 @@ def pair_losses(of_answers: Tensor, batch: Batch) -> Tensor:
     return -logsigmoid(BETA * (chosen - rejected))
 
 
+def whole_log_probs(model: Any, batch: Batch) -> Tensor:
+    """Of answers, [2 * pairs], in one process."""
+    rows = answers(batch)
+    return (log_probs_of(logits_of(model, rows), batch) * rows["loss_mask"]).sum(dim=1)
+
+
 def read(batch: Batch) -> Microbatch:
-    tokens, prompt_ids = batch["tokens"], batch["prompt_ids"]
-    each = torch.ones(len(tokens), 1)
-    return Microbatch(each, prompt_ids=prompt_ids, routed_tokens=tokens.numel())  # (1)
+    sequences = Microbatch(answers(batch)["loss_mask"])
+    pairs, prompt_ids = len(batch["tokens"]), batch["prompt_ids"]
+    return Microbatch.of_samples(pairs, sequences=sequences, prompt_ids=prompt_ids)  # (1)
 
 
-def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
+def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, SampleLoss]:
     batch = {key: value.cuda() for key, value in next(data_iterator).items()}
-    output = logits_of(model, {"tokens": batch["tokens"].flatten(0, 1)})
-    sums = SequenceSum(Microbatch(batch["loss_mask"].flatten(0, 1)))
+    rows = answers(batch)
 
-    def losses(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return pair_losses(sums(log_probs_of(logits, batch)), batch), {}
+    def losses(log_probs: Tensor, lengths: Tensor) -> Tensor:
+        return pair_losses(log_probs, batch)
 
-    return output, TokenLoss(losses, torch.ones_like(batch["prompt_ids"]))  # (2)
+    loss = SampleLoss(losses, partial(log_probs_of, batch=batch), rows["loss_mask"])  # (2)
+    return logits_of(model, rows), loss
 
 
 def my_microbatches(whole: Batch) -> list[Batch]:
@@ -84,21 +97,22 @@ def my_microbatches(whole: Batch) -> list[Batch]:
 
 def prompt_mean_gradient(model: Any, whole: Batch) -> list[Tensor]:
     """What the step's gradient must be, written out: one process, no microbatches."""
-    whole = {key: value.cuda() for key, value in whole.items()}
-    logits = logits_of(model, {"tokens": whole["tokens"].flatten(0, 1)})
-    masked = log_probs_of(logits, whole) * whole["loss_mask"].flatten(0, 1)
-    losses, prompt = pair_losses(masked.sum(dim=1), whole), whole["prompt_ids"]
+    losses, prompt = pair_losses(whole_log_probs(model, whole), whole), whole["prompt_ids"]
     means = [losses[prompt == p].mean() for p in range(PROMPTS)]
     return list(torch.autograd.grad(torch.stack(means).mean(), list(model.parameters())))
 
 
 def main() -> None:
     ddp, optimizer = start()
+    reference = build().module
+    reference.load_state_dict(ddp.module.state_dict())
     hook = LossHook(LossAggregation(mode="prompt_mean"), read_batch=read)
     forward_backward = hook.wrap(get_forward_backward_func())
 
     for step in range(5):
-        whole = preferences(step)
+        whole = {key: value.cuda() for key, value in preferences(step).items()}
+        with torch.no_grad():
+            whole["reference"] = whole_log_probs(reference, whole).view(-1, 2)
         batches = my_microbatches(whole)
         ddp.zero_grad_buffer()
         reports = forward_backward(

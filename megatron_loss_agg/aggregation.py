@@ -183,6 +183,12 @@ class LossAggregation:
         return {unit for unit in (self.within, self.across, *self.path) if unit is not None}
 
     @property
+    def ignores_samples(self) -> bool:
+        """Whether all tokens of a microbatch weigh alike, whatever samples they are of."""
+        by_sample = (self.function, self.rejected, self.sample_weights)
+        return self.units <= {"all", "microbatch"} and all(x is None for x in by_sample)
+
+    @property
     def by_id(self) -> list[Unit]:
         """The `units` that need ids."""
         return sorted(self.units - {*WITHOUT_IDS})

@@ -47,7 +47,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
     if failures:
         first = min(failures)
         raise PeerError(
-            f"rank(s) {[*failures]} of the group failed while {doing}. Mend the error of rank {first} "
+            f"rank(s) {[*failures]} of the group failed while {doing}. Fix the error of rank {first} "
             f"first: {failures[first]}"
         )
     return parts
@@ -93,22 +93,33 @@ def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Itera
         raise PeerError(message)
 
 
-def broadcast_result(make: Callable[[], _T], group: dist.ProcessGroup, source: int) -> _T:
+def broadcast_result(
+    make: Callable[[], _T], group: dist.ProcessGroup, source: int, doing: str = "planning the step"
+) -> _T:
     """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
+
+    Args:
+        doing: what the source is doing, for the error.
 
     Raises:
         PeerError: ``make`` failed. On the source its own error is raised.
     """
     if dist.get_world_size(group) == 1:
         return make()
-    if dist.get_rank(group) != source:
-        return _broadcast_object(None, group, source)
-    try:
-        result = make()
-    except BaseException as error:
-        _broadcast_object(Failure(f"{type(error).__name__}: {error}"), group, source, check=False)
-        raise
-    return _broadcast_object(result, group, source)
+    result: Any = None
+    if dist.get_rank(group) == source:
+        try:
+            result = make()
+        except BaseException as error:
+            _broadcast_object(Failure(f"{type(error).__name__}: {error}"), group, source)
+            raise
+    result = _broadcast_object(result, group, source)
+    if isinstance(result, Failure):
+        raise PeerError(
+            f"rank {source} of the group failed while {doing} for this rank. Fix its error first: "
+            f"{result.error}"
+        )
+    return result
 
 
 def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -141,20 +152,15 @@ def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """In two collectives and as many waits for the device, however many ranks there are."""
     assert group is not None  # which is one rank, and gathers nothing
     data = torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8)
-    with torch.no_grad():  # a recomputed loss function may run under another mode
+    with torch.no_grad():
         sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()
         rows = all_gather(pad(data, (0, max(sizes) - len(data))), group)
     return [pickle.loads(bytes(x[:n].numpy())) for x, n in zip(rows, sizes, strict=True)]
 
 
-def _broadcast_object(x: Any, group: dist.ProcessGroup, source: int, check: bool = True) -> Any:
+def _broadcast_object(x: Any, group: dist.ProcessGroup, source: int) -> Any:
     box = [x]
     device = for_backend(torch.empty(0), group).device
     with torch.no_grad():
         dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
-    if check and isinstance(box[0], Failure):
-        raise PeerError(
-            f"rank {source} of the group failed to plan the step for this rank. Mend its error "
-            f"first: {box[0].error}"
-        )
     return box[0]

@@ -149,7 +149,7 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
     for unit in units:
         of_microbatches = [m.ids_of(unit) for m in microbatches if m.num_samples]
         if all(x is not None for x in of_microbatches):
-            ids[unit] = _joined(of_microbatches, torch.int64)
+            ids[unit] = _concatenated(of_microbatches, torch.int64)
     routed = [-1 if m.routed_tokens is None else m.routed_tokens for m in microbatches]
     # Of floats, counting nonzero ones is slow.
     active = [int(m.loss_mask.bool().count_nonzero()) for m in microbatches]
@@ -165,7 +165,7 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
     )
 
 
-def joined(parts: Sequence[Samples]) -> Samples:
+def joined_ranks(parts: Sequence[Samples]) -> Samples:
     """The samples of all ranks, from those of each in rank order."""
     firsts = accumulate((x.microbatches for x in parts), initial=0)
     microbatch = [x.microbatch + first for x, first in zip(parts, firsts, strict=False)]
@@ -381,9 +381,9 @@ def _column(microbatches: Sequence[Microbatch], name: str, default: float) -> Te
     for m in microbatches:
         x = getattr(m, name)
         values.append(torch.full((m.num_samples,), default, dtype=dtype) if x is None else x)
-    return _joined(values, dtype)
+    return _concatenated(values, dtype)
 
 
-def _joined(parts: Sequence[Any], dtype: torch.dtype) -> Tensor:
+def _concatenated(parts: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """One vector; empty if there are no parts."""
     return torch.cat([torch.empty(0, dtype=dtype), *(x.detach().to(dtype) for x in parts)])

@@ -22,14 +22,13 @@ from megatron_loss_agg.counting import (
     check_fields,
     coefficients,
     counts_of,
-    joined,
+    joined_ranks,
     read_samples,
 )
 from megatron_loss_agg.describe import terms_in_words
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
 from megatron_loss_agg.microbatch import (
-    BY_SAMPLE,
     Ids,
     Microbatch,
     MicrobatchOfTerms,
@@ -430,7 +429,7 @@ def _plan(
     agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _LocalMicrobatches
 ) -> StepPlan:
     """The plan of one term, from the samples of each rank, and this rank's microbatches."""
-    samples, of_rank = joined(parts), parts[rank]
+    samples, of_rank = joined_ranks(parts), parts[rank]
     c_S, across = coefficients(agg, samples)
     first = sum(len(x.mask_sum) for x in parts[:rank])
     rows = slice(first, first + len(of_rank.mask_sum))
@@ -505,6 +504,3 @@ def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _is_number(x: object) -> bool:
     return isinstance(x, (int, float)) or getattr(x, "ndim", 1) == 0
-
-
-assert {f"{unit}_ids" for unit in BY_ID} < {*BY_SAMPLE}

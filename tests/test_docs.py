@@ -284,7 +284,7 @@ def test_links_lead_somewhere(page: str) -> None:
 # The second sentence of a message: what to change.
 _CURE = re.compile(
     r"[.:] …?(?:Add|Bind|Build|Call|Change|Choose|Close|Compute|Convert|Correct|Count|Declare|Derive|"
-    r"Drop|Fix|Flatten|Give|Install|Leave|Let|Make|Mask|Mend|Pad|Pass|Put|Read|Remove|Rename|Report|"
+    r"Drop|Fix|Flatten|Give|Install|Leave|Let|Make|Mask|Fix|Pad|Pass|Put|Read|Remove|Rename|Report|"
     r"Return|See|Set|Shard|Shift|Split|Train|Turn|Unset|Use|Wrap|Write)\b"
 )
 _REMEDY_IS_FILLED_IN = re.compile(r"\. …$|^… was removed: …|a group\. … group=\.$")

@@ -26,8 +26,8 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-MODEL_INPUTS = ("labels", "tokens", "input_ids", "position_ids")
-"""Batch keys of integers by token, with which the model is called; the most telling first."""
+MODEL_INPUTS = ("labels", "tokens", "input_ids")
+"""Batch keys of integers by token, with which the model is called. Positions tell no tokens apart."""
 
 _FORMS_OF_OFFSETS = (
     {"cu_seqlens"},
@@ -83,7 +83,8 @@ class DrawnBatches:
         if not self._batches:
             raise DataError(
                 f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                "and ask for more. Call next(data_iterator) once each, or give LossHook(read_step=...)."
+                "got a request for more. Call next(data_iterator) once each, or give "
+                "LossHook(read_step=...)."
             )
         return self._batches.popleft()
 
@@ -98,7 +99,7 @@ class DrawnBatches:
         if self._batches:
             raise DataError(
                 f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                f"and left {len(self._batches)}. Call next(data_iterator) once each, or give "
+                f"got {len(self._batches)} left. Call next(data_iterator) once each, or give "
                 "LossHook(read_step=...)."
             )
 
@@ -141,7 +142,7 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     ids = {unit: _vector(_ids_of(batch, unit)) for unit in units}
     sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
     offsets: dict[str, Any] = pack_offsets(batch, whole_mask, sample_counts)
-    if "dataset_ids" not in by_sample and batch.get("dataset_id") is not None:
+    if "dataset_ids" not in by_sample and holds_integers(batch.get("dataset_id")):
         by_sample["dataset_ids"] = _dataset_ids(batch["dataset_id"], whole_mask, offsets)
     mask = whole_mask
     if offsets and mask.dim() == 2:
@@ -151,15 +152,16 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
-    """``read``; if it is `read_batch`, with the keys of ids that ``terms`` need.
+    """``read``; if it is `read_batch`, also with ``units``, with the keys of ids that ``terms`` need.
 
     Raises:
         OptionError: a unit whose key has ids of tokens.
     """
-    if read is not read_batch:
+    if getattr(read, "func", read) is not read_batch:
         return read
-    units = units_by_id(terms) - {*BY_ID}
-    if of_tokens := sorted(unit for unit in units if f"{unit}_ids" in MODEL_INPUTS):
+    units_of_reader = getattr(read, "keywords", {}).get("units", ())  # for a custom function
+    units = {*units_of_reader, *units_by_id(terms)} - {*BY_ID}
+    if of_tokens := sorted(units & {"input", "position"}):
         raise OptionError(
             f"levels must have ids of samples, got {of_tokens}, whose batch keys are of tokens. Choose "
             "other names (--loss-aggregation-levels), or give a reader of your own "
@@ -168,14 +170,20 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     return functools.partial(read_batch, units=sorted(units)) if units else read
 
 
-def with_dataset_ids(microbatch: MicrobatchOfTerms) -> MicrobatchOfTerms:
-    """With ids of data sets: its own, or one for all samples, -1, which no blend has.
+def with_dataset_ids(microbatches: Sequence[MicrobatchOfTerms]) -> list[MicrobatchOfTerms]:
+    """Microbatches with ids of data sets: their own, or if none has any, one id, -1, for all samples.
 
     Validation sets are often read one by one, and then lack ids.
     """
-    if isinstance(microbatch, Mapping):
-        return {name: _with_dataset_ids(x) for name, x in microbatch.items()}
-    return _with_dataset_ids(microbatch)
+    each = [x for m in microbatches for x in (m.values() if isinstance(m, Mapping) else [m])]
+    if any(x.dataset_ids is not None for x in each):
+        return list(microbatches)
+    return [
+        {name: _with_one_dataset(x) for name, x in m.items()}
+        if isinstance(m, Mapping)
+        else _with_one_dataset(m)
+        for m in microbatches
+    ]
 
 
 def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
@@ -224,9 +232,7 @@ def pack_offsets(
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
 
 
-def _with_dataset_ids(microbatch: Microbatch) -> Microbatch:
-    if not isinstance(microbatch, Microbatch) or microbatch.dataset_ids is not None:
-        return microbatch
+def _with_one_dataset(microbatch: Microbatch) -> Microbatch:
     return replace(microbatch, dataset_ids=torch.full((microbatch.num_samples,), -1))
 
 
@@ -237,7 +243,8 @@ def _vector(x: Any) -> Any:
 def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
     key = f"{unit}_ids"
     if batch.get(key) is None:
-        present = sorted(x for x in {*map(str, batch)} - {*MODEL_INPUTS} if x.endswith("_ids"))
+        of_tokens = {"input_ids", "position_ids"}
+        present = sorted(x for x in {*map(str, batch)} - of_tokens if x.endswith("_ids"))
         raise DataError(
             f"the batch must have {key!r}, one id for each sample, since --loss-aggregation-levels "
             f"names it, got {present}. Add the key, or choose other levels."
@@ -245,10 +252,10 @@ def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
     return batch[key]
 
 
-def _dataset_ids(dataset_id: Any, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
+def _dataset_ids(dataset_id: Tensor, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:
     """int64 [samples]: the data set of each sample's row, or of each sample's pack."""
     rows, length = mask.shape if mask.dim() == 2 else (1, mask.numel())
-    if not holds_integers(dataset_id) or dataset_id.numel() != rows:
+    if dataset_id.numel() != rows:
         raise DataError(
             f"the batch key 'dataset_id' must have an integer for each of the {rows} rows of "
             f"loss_mask, got {described(dataset_id)}. Correct it."

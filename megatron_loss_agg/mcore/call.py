@@ -53,8 +53,8 @@ class ProcessGroups:
 
     @functools.cached_property
     def reads_data(self) -> bool:
-        """Whether this rank reads the step's batches for its tensor-parallel group."""
-        return dist.get_rank(self.tp) == 0
+        """Whether this rank reads the step's batches, for its tensor-parallel group."""
+        return self.is_last_stage and dist.get_rank(self.tp) == 0
 
     @functools.cached_property
     def cp_size(self) -> int:
@@ -75,7 +75,7 @@ class Call:
     config: Any  # of the model
     chunks: tuple[Any, ...]  # model chunks of this rank, in their order
     first_index: int = 0  # of the call's first microbatch in its step
-    ends_step: bool = True  # no further call belongs to the step
+    ends_step: bool = True  # it is the step's last call
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Call:
@@ -114,7 +114,7 @@ class Call:
 
     @property
     def begins_step(self) -> bool:
-        """Whether no earlier call belongs to the step."""
+        """Whether this is the step's first call."""
         return self.first_index == 0
 
     @property

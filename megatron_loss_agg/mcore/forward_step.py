@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -247,8 +247,8 @@ def _of_sample_loss(
             )
         losses, report = losses_and_report(loss_function.compute(output))
     else:
-        sequences = first.sequences[i] if first.sequences else None
-        if sequences is None:
+        sequences = first.sequences[i]
+        if sequences is None or any(plans[name].sequences[i] is None for name in names):
             raise DataError(
                 "SampleLoss(per_token=) needs the token sequences of its microbatch, and got none. Read "
                 "Microbatch.of_samples(number, sequences=Microbatch(loss_mask, cu_seqlens))."
@@ -384,24 +384,31 @@ def name_of(loss_function: Any) -> str:
     return getattr(loss_function, "__qualname__", type(loss_function).__qualname__)
 
 
+class ModelCall(NamedTuple):
+    """What a model was called with."""
+
+    integers: list[Tensor] | None = None  # None: it was not called
+    packing: Any = None  # Megatron's ``packed_seq_params``; None: rows
+    labels: Any = None
+
+
 class ModelCalls:
     """Observes the calls of a model."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[Tensor] | None, Any] = (None, None)
+        self._last = ModelCall()
 
-    def take(self) -> tuple[list[Tensor] | None, Any]:
-        """The integer tensors of the last call, and Megatron's ``packed_seq_params``; once.
-
-        None for the former if there was no call, and for the latter where sequences are rows.
-        """
-        last, self._last = self._last, (None, None)
+    def take(self) -> ModelCall:
+        """The last call, once."""
+        last, self._last = self._last, ModelCall()
         return last
 
     def observe(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         arguments = [*args, *kwargs.values()]
         packing = next((x for x in arguments if hasattr(x, "qkv_format")), None)
-        self._last = [x for x in arguments if holds_integers(x)], packing
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        integers = [x for x in arguments if holds_integers(x)]
+        self._last = ModelCall(integers, packing, bound.get("labels"))
 
 
 @contextlib.contextmanager
@@ -418,12 +425,26 @@ def observed_calls(call: Call) -> Iterator[ModelCalls]:
         handle.remove()
 
 
-def check_packing(packing: Any, plan: StepPlan, i: int) -> None:
-    """Raise DataError if the model was called with packed sequences and the batch has no offsets."""
+def check_packing(packing: Any, plans: Mapping[str, StepPlan], i: int, cp_size: int) -> None:
+    """Raise DataError if the model was called with other packs than the batch describes.
+
+    Args:
+        packing: Megatron's ``packed_seq_params``, or None for rows.
+    """
+    if packing is None or packing.qkv_format != "thd":
+        return
+    local_cp_size = getattr(packing, "local_cp_size", None)
+    if local_cp_size not in (None, cp_size):
+        raise DataError(
+            f"samples must have the context-parallel group of all {cp_size} ranks, got "
+            f"local_cp_size={local_cp_size}. Drop --hybrid-context-parallel or "
+            "--dynamic-context-parallel."
+        )
+    plan = next(iter(plans.values()))
     sequences = plan.sequences[i]
     shape = plan.shapes[i] if sequences is None else sequences.shape
-    is_packed = packing is not None and packing.qkv_format == "thd"
-    if not is_packed or shape.starts is not None or not has_tokens(shape):
+    ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
+    if shape.starts is not None or ignores_samples or not has_tokens(shape):
         return
     is_one_sample = packing.cu_seqlens_q.numel() - 1 == shape.mask[0] == 1
     if not is_one_sample:

@@ -30,20 +30,26 @@ from megatron_loss_agg.mcore.batches import (
 )
 from megatron_loss_agg.mcore.call import Call, defaults_of, stock
 from megatron_loss_agg.mcore.checks.loss_function import (
-    MaskedSum,
-    check_masked_sums,
-    compare_with_masked_sum,
+    StockLoss,
+    check_stock_losses,
+    compare_stock_loss,
     function_of,
 )
 from megatron_loss_agg.mcore.checks.masks import (
     FirstTokens,
     SumsOnRank,
     check_mask_sums,
+    check_split_was_verified,
     check_tokens,
+    depends_on_split,
     sums_on_rank,
 )
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
-from megatron_loss_agg.mcore.checks.settings import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.checks.settings import (
+    check_logits_are_split,
+    check_same_on_all_ranks,
+    check_settings,
+)
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.first_line import (
     first_line,
@@ -67,7 +73,7 @@ from megatron_loss_agg.mcore.reports import (
     token_mean_pair,
 )
 from megatron_loss_agg.mcore.split import SPLITS
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, listed, of_term
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.plan import StepPlan, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -77,8 +83,13 @@ Wrapper = Callable[["LossHook", Callable[..., Any]], Callable[..., Any]]
 """(the hook, Megatron's schedule) -> a schedule that does more."""
 
 _ANOTHER_RANK_FAILED = (
-    "another rank of the last pipeline stage failed while planning the step. Mend the error of that "
+    "another rank of the last pipeline stage failed while planning the step. Fix the error of that "
     "rank first."
+)
+
+
+_ANOTHER_RANK_FOUND = (
+    "another rank's losses were not those that were planned. Fix the error of that rank first."
 )
 
 
@@ -191,13 +202,14 @@ class LossHook:
         self._audits = audit
         self._trusts_unmeasured = trusts_unmeasured
         self._settings = dict(settings or {})
-        self._open_step: _Step | None = None
+        self._open_step: _OpenStep | None = None
         self._measured: float | None = None
         self._measured_scales: set[object] = set()
-        self._has_spoken = False
+        self._has_printed = False
         # By model: whether a first training and a first evaluation call were verified.
         self._verified: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
         self._checked_functions: set[object] = set()  # see `checks.loss_function`
+        self._fitting_splits: set[str] | None = None  # see `check_tokens`
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
@@ -215,9 +227,10 @@ class LossHook:
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
+            arguments = {**defaults, **arguments}
             computes_loss = not arguments.get("collect_non_loss_data")
             if computes_loss and (self._evaluates or not arguments.get("forward_only")):
-                return self._run(schedule, {**defaults, **arguments})
+                return self._run(schedule, arguments)
             return schedule(**arguments)
 
         return wrapped
@@ -242,14 +255,16 @@ class LossHook:
             DataError: the block ends with microbatches left, or a step is open already.
         """
         if self._open_step is not None:
-            raise DataError("hook.step inside another hook.step. Close the first one before.")
-        self._open_step = step = _Step(listed(microbatches))
+            raise DataError(
+                "hook.step must not be opened inside another one. Leave the first block before."
+            )
+        self._open_step = step = _OpenStep(listed(microbatches))
         try:
             yield
             if step.taken < len(step.microbatches):
                 raise DataError(
                     f"the calls inside hook.step must take all of its {len(step.microbatches)} "
-                    f"microbatches, and took {step.taken}. See their num_microbatches."
+                    f"microbatches, got {step.taken}. Let their num_microbatches add up to all."
                 )
         finally:
             self._open_step = None
@@ -261,10 +276,11 @@ class LossHook:
         step = self._open_step if call.trains else None
         if step is not None:
             call = step.take(call)
-        is_first = call.trains not in self._verified.setdefault(call.chunks[0], set())
+        verified = self._verified.setdefault(call.chunks[0], set())
+        is_first = call.trains not in verified
 
         # Checks before the first step.
-        if is_first:
+        if is_first and call.begins_step:
             check_same_on_all_ranks(call, self._compared_settings())
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if call.trains and call.begins_step:
@@ -278,6 +294,8 @@ class LossHook:
             plans, records.tokens = step.plans, step.tokens
         if step is not None:
             step.plans, step.tokens = plans, records.tokens
+        if step is None:
+            self._fetch_next(call)
         self.call, self.plans = call, plans
         if call.begins_step:
             for extension in self.extensions:
@@ -295,15 +313,14 @@ class LossHook:
             result = schedule(**call.arguments_with(forward_step, records.iterator))
 
         # 7. The losses were those that were planned.
-        if plans is not None:
-            self._check_call(call, plans, records)
-        skips_empty = call.trains and self.empty_step == "skip"
-        if is_first or skips_empty:
+        self._check_call(call, plans, records)
+        if is_first or (call.trains and self.empty_step == "skip"):
             is_empty = plans is not None and _is_empty(self.terms, plans)
             is_empty = any_rank(is_empty, call.groups.pp)  # other stages have no plan
-            self.step_is_empty = is_empty and skips_empty
+            if call.trains:
+                self.step_is_empty = is_empty and self.empty_step == "skip"
             if call.ends_step and not is_empty:
-                self._verified[call.chunks[0]].add(call.trains)
+                verified.add(call.trains)
         return result
 
     def _loss(
@@ -319,8 +336,8 @@ class LossHook:
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
         reports = script.report
-        if script.is_gathered:
-            records.gathered.add(i)
+        if depends_on_split(call, plans, i, script.is_gathered):
+            records.depend_on_split.add(i)
 
         weights: dict[str, Tensor] = {}
         starts: dict[str, Tensor | None] = {}
@@ -337,12 +354,13 @@ class LossHook:
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
+            # 7. What is compared after the call.
             sums.append(
                 sums_on_rank(call, plan, i, term, weights[name], starts[name], records.is_first)
             )
-        records.mask_sums[i] = sums
+        records.sums[i] = sums
 
-        first = _first(plans)
+        first = _plan_of_first_term(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         if self.reports_total and len(parts) == len(self.terms):
             reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
@@ -358,9 +376,9 @@ class LossHook:
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
         if (call.trains, function_of(loss_function)) not in self._checked_functions:
-            masked_sum = compare_with_masked_sum(call, loss_function, script)
-            if masked_sum is not None:
-                records.masked_sums[i] = masked_sum
+            stock_loss = compare_stock_loss(call, loss_function, script)
+            if stock_loss is not None:
+                records.stock_losses[i] = stock_loss
 
         num_tokens = _tokens_of_rank(call, first, i)
         return call.scale.returned(
@@ -374,23 +392,26 @@ class LossHook:
 
         All that a loss depends on is bound here, so that it may be computed twice.
         """
-        script_step = call.arguments["forward_step_func"]
+        script_forward_step = call.arguments["forward_step_func"]
 
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            output, loss_function = script_step(*args, **kwargs)
+            output, loss_function = script_forward_step(*args, **kwargs)
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if len(call.chunks) > 1 and model is not call.chunks[-1]:
                 return output, loss_function  # the schedule does not ask for this one's loss
             i = call.first_index + records.forward_steps
             records.forward_steps += 1
             if model_calls is not None:
-                records.inputs[i], packing = model_calls.take()
-                check_packing(packing, _first(plans), i)
+                of_model = model_calls.take()
+                records.inputs[i] = of_model.integers
+                check_packing(of_model.packing, plans, i, call.groups.cp_size)
+                if of_model.labels is not None:
+                    check_logits_are_split(call)
             return output, functools.partial(self._loss, call, plans, records, i, loss_function)
 
         return forward_step
 
-    def _plan(self, call: Call, step: _Step | None, records: _Records) -> Plans | None:
+    def _plan(self, call: Call, step: _OpenStep | None, records: _Records) -> Plans | None:
         """The plan of a step; None on stages without a loss."""
         plans: Plans | None = None
         groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
@@ -406,11 +427,11 @@ class LossHook:
                         "a step must have an active token, and every token is masked or rejected. Fix "
                         "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
                     )
-        if step is None and groups.is_last_stage:
-            self._fetch_next(call)
         return plans
 
-    def _read(self, call: Call, step: _Step | None, records: _Records) -> list[MicrobatchOfTerms]:
+    def _read(
+        self, call: Call, step: _OpenStep | None, records: _Records
+    ) -> list[MicrobatchOfTerms]:
         """The microbatches of a step, on a rank that reads data."""
         number, tokens = call.scale.num_microbatches, FirstTokens()
         microbatches: list[MicrobatchOfTerms] = []
@@ -429,17 +450,14 @@ class LossHook:
                 batch = drawn.draw()
                 microbatches.append(self._read_batch(batch))
                 if records.is_first:  # before the next one is drawn, maybe into the same memory
-                    tokens.add(self._of_first_term(microbatches[-1]), batch)
+                    tokens.add(microbatches[-1], batch)
         if records.is_first:
             for microbatch in microbatches[len(tokens.shapes) :]:
-                tokens.add(self._of_first_term(microbatch))
+                tokens.add(microbatch)
             records.tokens = tokens
         if not call.trains and "dataset" in units_by_id(self.terms):
-            microbatches = [with_dataset_ids(x) for x in microbatches]
+            microbatches = with_dataset_ids(microbatches)
         return microbatches
-
-    def _of_first_term(self, microbatch: MicrobatchOfTerms) -> Microbatch:
-        return of_term(next(iter(self.terms)), microbatch)
 
     def _fetch_next(self, call: Call) -> None:
         """Start to draw the next step's batches by a `Prefetch`, if there is one."""
@@ -457,35 +475,48 @@ class LossHook:
             if self._audits and torch.distributed.get_rank() == 0:
                 print(f"loss aggregation audit: {measured_in_words(self._measured)} ({call.scale})")
 
-    def _check_call(self, call: Call, plans: Plans, records: _Records) -> None:
-        expected, computed = call.scale.num_microbatches, len(records.mask_sums)
+    def _check_call(self, call: Call, plans: Plans | None, records: _Records) -> None:
+        """Raise unless the call's losses were those that were planned; in the first step everywhere."""
+        with contextlib.ExitStack() as stack:
+            if records.is_first:  # later, ranks would wait without need
+                groups = call.groups
+                of_model = [groups.tp, groups.cp, groups.dp, groups.pp]
+                stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
+            if plans is not None:
+                self._check_losses(call, records)
+        tells_of_step = records.is_first and call.trains and call.ends_step
+        if tells_of_step and plans is not None and not self._has_printed:
+            self._print_first_line(call, plans)
+
+    def _check_losses(self, call: Call, records: _Records) -> None:
+        expected, computed = call.scale.num_microbatches, len(records.sums)
         if computed != expected:
             raise HostError(
                 f"the schedule must compute one loss for each of the {expected} microbatches, got "
-                f"{computed}. Return a loss function from every forward step, and see that the schedule "
-                "takes num_microbatches as it is given."
+                f"{computed}. Return a loss function from every forward step, and pass num_microbatches "
+                "on unchanged."
             )
-        if isinstance(records.iterator, DrawnBatches):
-            records.iterator.check_taken()
         if records.is_first:
-            check_tokens(
+            self._fitting_splits = check_tokens(
                 call,
                 records.tokens,
                 records.inputs,
-                records.gathered,
+                records.depend_on_split,
                 self.split,
                 self._split_is_declared,
             )
-        sums = [x for of_microbatch in records.mask_sums.values() for x in of_microbatch]
+        elif records.depend_on_split:
+            check_split_was_verified(self._fitting_splits, self.split, self._split_is_declared)
+        sums = [x for of_microbatch in records.sums.values() for x in of_microbatch]
         check_mask_sums(call, sums, records.is_first)
-        self._checked_functions |= check_masked_sums([*records.masked_sums.values()])
-        if records.is_first and call.trains and call.ends_step and not self._has_spoken:
-            self._speak(call, plans)
+        self._checked_functions |= check_stock_losses([*records.stock_losses.values()])
+        if isinstance(records.iterator, DrawnBatches):
+            records.iterator.check_taken()
 
-    def _speak(self, call: Call, plans: Plans) -> None:
+    def _print_first_line(self, call: Call, plans: Plans) -> None:
         if _is_empty(self.terms, plans):
             return
-        self._has_spoken = True
+        self._has_printed = True
         if prints_first_line(call):
             text = first_line(call, self.terms, plans, self.split, self._measured, self._settings)
             print(text, flush=True)
@@ -499,6 +530,7 @@ class LossHook:
             "audit": self._audits,
             "trusts_unmeasured": self._trusts_unmeasured,
             "extensions": [type(x).__name__ for x in self.extensions],
+            "wrappers": [getattr(x, "__qualname__", type(x).__name__) for x in self._wrappers],
             **self._settings,
         }
 
@@ -507,7 +539,7 @@ class LossHook:
 
 
 @dataclass
-class _Step:
+class _OpenStep:
     """The microbatches of a `LossHook.step`, which several calls take in turn."""
 
     microbatches: list[MicrobatchOfTerms]
@@ -536,28 +568,29 @@ class _Records:
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
     iterator: Any  # that the schedule gets
     forward_steps: int = 0  # that have run
-    mask_sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
-    masked_sums: dict[int, MaskedSum] = field(default_factory=dict)  # likewise
-    gathered: set[int] = field(default_factory=set)  # microbatches with gathered losses
+    sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
+    stock_losses: dict[int, StockLoss] = field(default_factory=dict)  # likewise
+    depend_on_split: set[int] = field(default_factory=set)  # microbatches
     tokens: FirstTokens | None = None
-    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # likewise
+    inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # of the model's calls
 
 
-def _first(plans: Plans) -> StepPlan:
+def _plan_of_first_term(plans: Plans) -> StepPlan:
     """The plan of the term whose tokens Megatron counts."""
     return next(iter(plans.values()))
 
 
 def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:
-    """Whether every token of the step is masked or rejected, in all terms that count."""
-    return all(plan.is_empty for name, plan in plans.items() if terms[name].multiplier)
+    """Whether every token of the step is masked or rejected, in all terms that have a multiplier."""
+    of_loss = [plan for name, plan in plans.items() if terms[name].multiplier]
+    return all(plan.is_empty for plan in of_loss or plans.values())
 
 
 def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:
     """Token count that this rank returns to Megatron for microbatch ``i``.
 
     Context-parallel ranks return parts that add up, and differ by 1 at most. The last call of a
-    step also counts the tokens of earlier calls, since Megatron scales its gradients by them.
+    step also returns the tokens of earlier calls, whose counts Megatron has dropped.
     """
     counts_earlier_calls = i == call.first_index and call.ends_step
     counted = range(i + 1) if counts_earlier_calls else [i]

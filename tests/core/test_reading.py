@@ -177,10 +177,14 @@ def test_a_blended_data_set_has_one_id_for_each_row_or_pack(batch: Any, ids: lis
     assert read_batch(batch).dataset_ids.tolist() == ids
     of_samples = torch.arange(len(ids))
     assert torch.equal(read_batch({**batch, "dataset_ids": of_samples}).dataset_ids, of_samples)
-    for bad in ("wikipedia", torch.arange(len(batch["loss_mask"]) + 1)):
-        text = "^the batch key 'dataset_id' must have an integer for each of the . rows .*, got a"
-        with pytest.raises(DataError, match=text):
-            read_batch({**batch, "dataset_id": bad})
+    text = "^the batch key 'dataset_id' must have an integer for each of the . rows .*, got a"
+    with pytest.raises(DataError, match=text):
+        read_batch({**batch, "dataset_id": torch.arange(len(batch["loss_mask"]) + 1)})
+    # A name is no id. Modes by data set then ask for one.
+    named = read_batch({**batch, "dataset_id": "wikipedia"})
+    assert named.dataset_ids is None
+    with pytest.raises(DataError, match="dataset_ids"):
+        StepPlan.build(aggregation("dataset_mean"), [named])
 
 
 def test_keys_of_ids_are_those_of_the_levels() -> None:

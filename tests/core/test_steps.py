@@ -415,7 +415,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
         for name, reports in OTHER_REPORTS.items()
     },
 }
-OF_RANK_1 = r"^PeerError: rank\(s\) \[1\] of the group failed while {}. Mend the error of rank 1 "
+OF_RANK_1 = r"^PeerError: rank\(s\) \[1\] of the group failed while {}. Fix the error of rank 1 "
 OF_RANK_1 += "first: {}"
 PLANNING, REPORTING = "reading the step", "reading its reports"
 # What is wrong on rank 1, what the others do meanwhile, and the error that they are told of.

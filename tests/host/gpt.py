@@ -107,6 +107,7 @@ def build(
     per_token: bool = False,
     vp_stage: int | None = None,
     layer: Callable[[Any], Any] | None = None,
+    parallel_output: bool = True,
     **config: Any,
 ) -> GPTModel:
     """This rank's part of the model, or one chunk of it, of the host's layers or of others.
@@ -139,6 +140,7 @@ def build(
         vocab_size=VOCAB,
         max_sequence_length=256,
         position_embedding_type="rope",
+        parallel_output=parallel_output,
         pre_process=parallel_state.is_pipeline_first_stage(**place),
         post_process=parallel_state.is_pipeline_last_stage(**place),
         mtp_block_spec=mtp,

@@ -1,7 +1,8 @@
 """Batches with more than masks, through the real host, against the fp64 reference.
 
-Weights by sample and data sets; and Megatron's SFT data, whose loader stacks packs of one length:
-their offsets are filled up with that length, and the last sample reaches to the pack's end.
+Weights by sample and data sets; padding microbatches; and Megatron's SFT data, whose loader stacks
+packs of one length: their offsets are filled up with that length, and the last sample reaches to the
+pack's end.
 """
 
 from __future__ import annotations
@@ -76,6 +77,26 @@ def test_weights_by_sample_rejected_ones_and_data_sets_are_exact() -> None:
         batch = partial(scripts.by_sample, **given)
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
+
+
+def without_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """A microbatch of padding alone has no samples, and hence no ids."""
+    ids = () if of_mb else ("prompt_ids", "rollout_ids")
+    return {key: x for key, x in batch.items() if key not in ids}
+
+
+# Of data-parallel ranks; the second one may have nothing else.
+PADDED: list[Places] = [(((0, 1), ()), ((2,), (3, 4))), (((0, 1), (2,)), ((), ()))]
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2-cp2"])
+def test_microbatches_of_padding_alone_need_no_ids(name: str) -> None:
+    modes = ("token_mean", "prompt_mean", "rollout_mean")
+    cases = [
+        Case(mode, places=places, per_token=flag, batch=without_ids)
+        for mode, places, flag in product(modes, PADDED, (False, True))
+    ]
+    assert_exact(TOPOLOGIES[name], cases)
 
 
 LENGTH = 40  # of a pack: one item of the data set, which is padded at its end

@@ -145,10 +145,10 @@ def test_attention_that_is_not_causal_or_masked_by_the_data_is_megatrons(
 
 
 UNCOVERED = (
-    "DataError: got 16 tokens on context-parallel rank 0 of 1; expected 12: sequence offsets "
-    "must cover every token, and padding"
+    "DataError: context-parallel rank 0 of 1 must have 12 tokens, got 16. Let the sequence offsets "
+    "cover every token, and padding."
 )
-WINDOW = "HostError: --window-size with context parallelism or packed"
+WINDOW = "HostError: --window-size cannot go with context parallelism or packed"
 
 
 @on_ranks_of("dp1")

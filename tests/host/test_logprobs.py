@@ -223,7 +223,8 @@ REFUSED = [
     ),
     (
         (LABELS, LABELS),
-        "logits is a torch.int64 tensor of shape (3, 2); expected a floating-point, dense tensor",
+        "logits must be a floating-point, dense tensor, got a torch.int64 tensor of shape (3, 2). "
+        "Convert it.",
     ),
 ]
 

@@ -174,6 +174,21 @@ def test_an_evaluation_in_inference_mode_is_exact() -> None:
     assert_exact(TOPOLOGIES["dp1"], cases)
 
 
+def with_a_metric(losses: Tensor, mask: Tensor) -> Any:
+    """Of a name that stock loss functions report."""
+    return losses, TokenLoss(lambda x: (x, {"lm loss": torch.tensor([3.0, 4.0])}), mask)
+
+
+def test_a_token_loss_may_report_an_lm_loss_of_its_own() -> None:
+    case = Case(step=partial(returning, with_a_metric))
+
+    def expected(case: Case) -> Expected:
+        gradient, reports = by_the_oracle(case)
+        return gradient, {**reports, "lm loss": 3 / 4}
+
+    assert_exact(TOPOLOGIES["dp2"], [case], expected)
+
+
 CHANGED = (
     "DataError: the loss function's mask must be this rank's part ... LossHook(read_batch=...)"
 )

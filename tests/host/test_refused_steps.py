@@ -16,26 +16,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from megatron_loss_agg import Microbatch, Term
-from megatron_loss_agg.mcore import (
-    Agreement,
-    Audit,
-    DatasetReports,
-    Loop,
-    LossHook,
-    MultiTokenPrediction,
-    RouterLosses,
-    read_batch,
-    read_samples,
-)
+from megatron_loss_agg import Term
+from megatron_loss_agg.mcore import Extension, LossHook, read_batch
 from tests.host import gpt, pipeline_parallel
-from tests.host.cases import EVALUATION, Batch, Call, Case, take
+from tests.host.cases import EVALUATION, Batch, Call, Case, assert_exact
 from tests.host.harness import TOPOLOGIES
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.steps import NO_TOKENS, aggregation
+from tests.host.scripts import with_labels
+from tests.host.steps import NO_TOKENS, PLACES, aggregation
 
 N_MB = 2  # of `two_rows`
 EMPTY_STEP = two_rows(places=NO_TOKENS)
@@ -73,46 +64,36 @@ def packed_call(iterator: Any, model: Any, by_position: bool = False, **more: An
     return losses, partial(gpt.stock_loss_func, mask)
 
 
-def a_column(batch: dict[str, Tensor]) -> Microbatch:
-    """Each token as if it were a sample."""
-    return Microbatch(batch["loss_mask"].reshape(-1, 1))
-
-
-NO_OFFSETS = "DataError: has no 'cu_seqlens' ... add it"
+NO_OFFSETS = "DataError: a batch of packed sequences must have 'cu_seqlens' ... Add that key"
 BATCHES = {
     "no prompts": Refusal(
-        "DataError: groups by prompt ... the batch key 'prompt_ids'",
+        "DataError: mode 'prompt_mean' groups by prompt ... the batch key 'prompt_ids'",
         two_rows(batch=partial(without, key="prompt_ids")),
     ),
     "no weights of samples": Refusal(
-        "DataError: sample_weights='count' ... the batch key 'sample_weights'",
+        "DataError: sample_weights='count' needs a weight ... the batch key 'sample_weights'",
         two_rows("token_mean", {"sample_weights": "count"}),
     ),
     "no mask": Refusal(
-        "DataError: expected a mapping with the tensor 'loss_mask'",
+        "DataError: a batch must be a mapping with the tensor 'loss_mask', got ['labels'",
         two_rows(batch=partial(without, key="loss_mask")),
     ),
     "two batches a microbatch": Refusal(
-        "DataError: drew 4 batches for 2 microbatches ... once each",
+        "DataError: the forward steps must take one batch for each ... and ask for more ... once each",
         two_rows("sum", step=draws_twice, iterator=itertools.cycle),
     ),
     "another number of microbatches": Refusal(
-        "OptionError: 3 microbatches for a call of the schedule with num_microbatches=2",
+        "DataError: the function that reads a step must return 2 microbatches ... got 3",
         two_rows("sum", hook={"read_step": read_too_many}),
     ),
     # The batch says nothing of the packs that the model is called with.
     "packs without offsets": Refusal(NO_OFFSETS, two_rows("sample_mean", step=packed_call)),
-    "packs without offsets, by position, read as columns": Refusal(
-        NO_OFFSETS,
-        two_rows(
-            "sample_mean",
-            step=partial(packed_call, by_position=True),
-            hook={"read_batch": a_column},
-        ),
+    "packs without offsets, by position": Refusal(
+        NO_OFFSETS, two_rows("sample_sum", step=partial(packed_call, by_position=True))
     ),
     "packs without offsets, of no sample": Refusal(case=two_rows("sum", step=packed_call)),
     "no mapping": Refusal(
-        "DataError: the data iterator gave Tensor",
+        "DataError: a batch must be a mapping with the tensor 'loss_mask', got Tensor",
         two_rows(iterator=lambda _: itertools.repeat(torch.ones(3))),
     ),
 }
@@ -135,17 +116,20 @@ def on_rank(says: str, iterator: Any, rank: int = 1, topology: str = "dp2") -> R
     )
 
 
-def mean(plan: Any, i: int) -> Tensor:
-    mask: Tensor = plan.microbatches[i].loss_mask
-    return mask / plan.counts.tokens
+def mean(samples: Any) -> Tensor:
+    return torch.ones_like(samples.mask_sum) / samples.mask_sum.sum()
 
 
-def twice_the_mean(plan: Any, i: int) -> Tensor:
-    return 2 * mean(plan, i)
+def twice_the_mean(samples: Any) -> Tensor:
+    return 2 * mean(samples)
 
 
-def mean_or_nan(plan: Any, i: int) -> Tensor:
-    return mean(plan, i) * (math.nan if dist.get_rank() == 1 else 1)
+def nan(samples: Any) -> Tensor:
+    return mean(samples) * math.nan
+
+
+def by_token(samples: Any) -> Tensor:
+    return torch.ones(2, 72)
 
 
 FAILED = {
@@ -153,26 +137,30 @@ FAILED = {
         f"a reader that fails on rank {rank}, {name}": on_rank("OSError: disk", DISK, rank, name)
         for name, rank in (("dp2", 1), ("cp2", 1), ("pp2", 1), ("tp2", 0))
     },
-    "a function that fails on a rank": Refusal(
-        "PeerError: see ",
-        two_rows("custom", {"function": mean_or_nan}),
-        on_rank={1: "OptionError: the aggregation function returned weights that"},
+    "a function that fails": Refusal(
+        "OptionError: the aggregation function must return finite coefficients",
+        two_rows("custom", {"function": nan}),
+    ),
+    "a function of tokens": Refusal(
+        "OptionError: the aggregation function must return a real coefficient for each of the 8 ... "
+        "shape (2, 72)",
+        two_rows("custom", {"function": by_token}),
     ),
     "data that ends in a step": on_rank(
-        "DataError: the data iterator ended after 1 of the 2 batches",
+        "DataError: the data iterator must give 2 batches for a call, got 1",
         lambda good: iter([next(good)]),
     ),
     "data that ended": on_rank("StopIteration", lambda good: iter([])),
     "an interrupted reader": on_rank("KeyboardInterrupt", INTERRUPT),
     "no iterator": on_rank(
-        "HostError: data_iterator is a NoneType on a rank that reads data", lambda good: None
+        "HostError: data_iterator must be an iterator on ... got a NoneType", lambda good: None
     ),
     # Every stage hears of the first step in any case.
     "an empty step": Refusal(
-        "PeerError: a rank of the last pipeline stage",
+        "PeerError: another rank of the last pipeline stage failed",
         replace(EMPTY_STEP, after=two_rows(hook={"empty_step": "error"})),
         "pp2",
-        {1: "DataError: every token of the step is masked or rejected"},
+        {1: "DataError: a step must have an active token, and every token is masked"},
     ),
 }
 
@@ -203,57 +191,22 @@ def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
         raise RuntimeError("of the loop")
 
 
-def after_another_hook(hook: LossHook, model: Any, call: Call) -> None:
-    """A call on the gradients that another hook's call left."""
-    take(two_rows("sum"), TOPOLOGIES["dp2"], [model])
-    call(N_MB, zero_grad=False)
-
-
-def without_zero_grad(hook: LossHook, model: Any, call: Call, zeroed: bool = False) -> None:
-    """A loop that zeroes Megatron's buffer, and its optimizer's gradients only if ``zeroed``."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    try:
-        for _ in range(2):
-            call(N_MB)
-            for parameter in model.parameters():
-                parameter.grad = parameter.main_grad
-            optimizer.step()
-            if zeroed:
-                optimizer.zero_grad()
-    finally:
-        optimizer.zero_grad()
-
-
-LEFT = "DataError: a forward-backward call on the gradients that the last"
-ON_LEFT = {"zero_grad": False}
-EVALUATED = two_rows(call={**ON_LEFT, **EVALUATION}, after=two_rows())
 CALLS = {
     "calls that leave microbatches": of_calls(
-        *(1, 2), says="DataError: ends with 1 of 4 microbatches left ... calls that take all of"
+        *(1, 2), says="DataError: the calls inside hook.step must take all of its 4 ... and took 3"
     ),
     "calls that take too many": of_calls(
-        *(3, 2), says="DataError: num_microbatches=2 in a hook.step with 1 of 4 microbatches left"
+        *(3, 2),
+        says="DataError: a call in a hook.step must take at most the 1 of 4 ... microbatches=2",
     ),
     "calls that take all": of_calls(1, 2, 1),
     "an evaluation between the calls": Refusal(
         case=replace(FOUR, run=evaluating_between), topology="dp1"
     ),
-    "a step in a step": Refusal("DataError: expected one step at a time", two_rows(run=nested)),
+    "a step in a step": Refusal(
+        "DataError: hook.step inside another hook.step", two_rows(run=nested)
+    ),
     "an error of the loop's own": Refusal("RuntimeError: of the loop", two_rows(run=failing_loop)),
-    "a call on the gradients of another hook": Refusal(LEFT, two_rows(run=after_another_hook)),
-    "a call without the optimizer's zero_grad": Refusal(
-        "DataError: first microbatch twice ... optimizer.zero_grad()",
-        two_rows(run=without_zero_grad, iterator=itertools.cycle),
-    ),
-    "a call with it": Refusal(
-        case=two_rows(run=partial(without_zero_grad, zeroed=True), iterator=itertools.cycle)
-    ),
-    "an evaluation on gradients": Refusal(case=EVALUATED),
-    "a call after an evaluation": Refusal(case=two_rows(after=EVALUATED)),
-    # Its gradients are zero.
-    "a call after a step without tokens": Refusal(
-        case=replace(EMPTY_STEP, call=ON_LEFT, after=EMPTY_STEP)
-    ),
 }
 
 
@@ -263,11 +216,18 @@ def one_less(**arguments: Any) -> Any:
     return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
-def past_the_model(iterator: Any, model: Any) -> Any:
-    """Computes losses with the model's layers, and without the model's own call."""
-    mask = next(iterator)["loss_mask"]
-    weight = next(model.parameters())
-    return weight.sum() + torch.zeros_like(mask), partial(gpt.stock_loss_func, mask)
+def of_whole_logits(iterator: Any, model: Any) -> Any:
+    """The script's own loss of logits that the model gathers over tensor-parallel ranks."""
+    logits, labels, mask = gpt.outputs(gpt.received(iterator), model)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view_as(labels), partial(gpt.stock_loss_func, mask)
+
+
+GATHERED = {"config": {"parallel_output": False}, "places": PLACES[1]}
+
+
+def test_a_loss_of_gathered_logits_is_exact() -> None:
+    assert_exact(TOPOLOGIES["tp2"], [Case(step=of_whole_logits, **GATHERED)])
 
 
 def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> None:
@@ -295,37 +255,40 @@ def configured(says: str = "", **config: Any) -> Refusal:
     return Refusal(says, two_rows(run=partial(with_config, **config)))
 
 
-OWN_GROUPS = "HostError: groups of their own ... "
+OWN_GROUPS = "groups of their own"
 OFF = {
-    "hybrid_context_parallel": f"{OWN_GROUPS}hybrid",
-    "dynamic_context_parallel": f"{OWN_GROUPS}dynamic",
-    "overlap_moe_expert_parallel_comm": "HostError: overlap ... cannot be checked",
+    f"{name}_context_parallel": f"HostError: --{name}-context-parallel cannot go ... {OWN_GROUPS}"
+    for name in ("hybrid", "dynamic")
 }
+OFF["overlap_moe_expert_parallel_comm"] = "HostError: --overlap-moe ... cannot be checked"
 SETTINGS = {
     "fewer losses than microbatches": Refusal(
-        "HostError: computed 1 losses for 2 microbatches", two_rows(call={"schedule": one_less})
+        "HostError: the schedule must compute one loss for each of the 2 microbatches, got 1",
+        two_rows(call={"schedule": one_less}),
     ),
     "no number of microbatches": Refusal(
-        "HostError: called without num_microbatches=; expected", two_rows(run=without_a_number)
+        "HostError: the schedule needs Megatron's arguments by keyword, got none for num_microbatches",
+        two_rows(run=without_a_number),
     ),
     "groups of no module": Refusal(
-        "HostError: a SimpleNamespace, has no dp, cp, tp ... expected the groups",
+        "HostError: pg_collection must have the groups ... got a SimpleNamespace without dp, cp, tp",
         two_rows(call={"pg_collection": SimpleNamespace(dp=None, pp=1)}),
     ),
     "a number that the schedule has": Refusal(
         case=two_rows(run=partial(without_a_number, num_microbatches=N_MB))
     ),
-    "a model that is not called": Refusal(
-        "HostError: a loss without a call of the model ... --overlap-moe",
-        two_rows("sample_mean", step=past_the_model),
-    ),
-    "a model that is not called, of no sample": Refusal(case=two_rows("sum", step=past_the_model)),
     "a context group of all ranks": Refusal(
         case=two_rows("sum", step=partial(packed_call, local_cp_size=1))
     ),
     "a context group of a sample's own": Refusal(
-        "HostError: local_cp_size=2 ... one group of 1 ... --hybrid-context-parallel",
+        "DataError: samples must have the context-parallel group of all 1 ranks, got local_cp_size=2",
         two_rows(step=partial(packed_call, local_cp_size=2)),
+    ),
+    "Megatron's loss of gathered logits": Refusal(
+        "HostError: a model that is called with labels must have split logits ... 2 times ... got "
+        "parallel_output=False. Build",
+        Case(step=with_labels, **GATHERED),
+        "tp2",
     ),
     **{f"the flag {name}": configured(says, **{name: True}) for name, says in OFF.items()},
     "a graph of an iteration": configured(
@@ -348,25 +311,22 @@ SETTINGS = {
 def unlike(said: str, last: Case, others: Case, topology: str = "dp2") -> Refusal:
     """The last rank takes another step than all others."""
     rank = TOPOLOGIES[topology].world_size - 1
-    says = f"OptionError: ranks have different settings ... {said} ... rank(s) [{rank}]"
+    says = f"OptionError: all ranks must have the same settings ... {said} ... rank(s) [{rank}]"
     return Refusal(says, others, topology, unlike={rank: last})
 
 
-def nothing(hook: LossHook, model: Any, call: Call) -> None: ...
+class Idle(Extension): ...
 
 
 MEAN = two_rows("token_mean")
 OPTIONS: dict[str, dict[str, Any]] = {
+    "split=contiguous": {"split": "contiguous"},
     "empty_step=error": {"empty_step": "error"},
-    "mask=model": {"read_batch": read_samples},
-    "factors=w": {"read_batch": partial(read_batch, factors="w")},
-    "audit=True": {"extensions": [Audit(repeat=True)]},
-    "unmeasured=trust": {"extensions": [Audit(trust=True)]},
-    "averages_quotients=True": {"loop": Loop(averages_quotients=True)},
-    "of_megatron=True": {"loop": Loop(of_megatron=True)},
-    "mtp=same": {"extensions": [MultiTokenPrediction()]},
-    "report_datasets=1": {"extensions": [DatasetReports()]},
-    "moe=step": {"extensions": [RouterLosses()]},
+    "evaluates=True": {"evaluates": True},
+    "audit=True": {"audit": True},
+    "trusts_unmeasured=True": {"trusts_unmeasured": True},
+    "extensions=['Idle']": {"extensions": [Idle()]},
+    "mtp=same": {"settings": {"mtp": "same"}},
 }
 DIFFERENT = {
     "sum (divisor: 3) on": [two_rows("sum", {"divisor": x}) for x in (3.0, 2.0)],
@@ -376,7 +336,6 @@ DIFFERENT = {
     ],
     **{said: [replace(MEAN, hook=options), MEAN] for said, options in OPTIONS.items()},
 }
-PATIENT = two_rows("token_mean", hook={"extensions": [Agreement(patience=2)]})
 RANKS = {
     **{f"ranks unlike in {said}": unlike(said, *cases) for said, cases in DIFFERENT.items()},
     **{
@@ -387,14 +346,6 @@ RANKS = {
         case=two_rows("sum", {"divisor": 2}), unlike={1: two_rows("sum", {"divisor": 2.0})}
     ),
     "good steps": Refusal(),
-    # Last, since the ranks are no more in step then.
-    "a rank without a hook": Refusal(
-        "PeerError: rank(s) [3] have not called",
-        PATIENT,
-        "pp2-tp2-sp",
-        {3: ""},
-        {3: replace(PATIENT, run=nothing)},
-    ),
 }
 ROWS = {**BATCHES, **FAILED, **CALLS, **SETTINGS, **RANKS}
 

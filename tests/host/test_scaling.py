@@ -110,7 +110,7 @@ def finalized(finalize: Any) -> Any:
     return mock.patch.dict(gpt.SETTINGS, finalize_model_grads_func=finalize)
 
 
-PLANNED = "gradients must be 1 time the planned ones"
+PLANNED = "gradients must be the planned ones"
 
 
 def called(name: str) -> str:

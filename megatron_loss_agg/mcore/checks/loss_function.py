@@ -24,7 +24,7 @@ _ROUNDING = 16
 """Allowed rounding error of a sum, in machine epsilons of the sum of absolute values."""
 
 
-class MaskedSum(NamedTuple):
+class StockLoss(NamedTuple):
     """The result of a stock loss function, compared with the masked sum; on its device."""
 
     function: object  # (whether it trains, `function_of`): it may do more in one of them
@@ -40,9 +40,7 @@ def function_of(loss_function: Any) -> object:
     return getattr(loss_function, "__code__", type(loss_function))
 
 
-def compare_with_masked_sum(
-    call: Call, loss_function: Any, losses: ScriptLosses
-) -> MaskedSum | None:
+def compare_stock_loss(call: Call, loss_function: Any, losses: ScriptLosses) -> StockLoss | None:
     """Waits for no device. None for what is no stock loss function, or cannot be compared."""
     if losses.returned is None:
         return None
@@ -58,10 +56,10 @@ def compare_with_masked_sum(
     (term,) = losses.terms.values()
     loss = returned.detach().reshape(())
     fits, shows_factors = fits_masked_sum(loss, term.losses, term.mask, may_be_mean=not is_sum)
-    return MaskedSum((call.trains, function_of(loss_function)), fits, shows_factors, loss)
+    return StockLoss((call.trains, function_of(loss_function)), fits, shows_factors, loss)
 
 
-def check_masked_sums(results: Sequence[MaskedSum]) -> set[object]:
+def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
     """Raise HostError unless all fit; return the functions whose factors would have shown.
 
     Waits for the device.

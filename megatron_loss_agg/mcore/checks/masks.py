@@ -26,7 +26,7 @@ from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import SPLITS, has_tokens, layout_of, sums_of_samples
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, MicrobatchShape
 from megatron_loss_agg.plan import StepPlan
 
 _TOLERANCE = 1e-5
@@ -125,14 +125,17 @@ class FirstTokens:
     shapes: list[MicrobatchShape] = field(default_factory=list)
     is_real: list[Tensor] = field(default_factory=list)  # not padding; in the shape of the mask
 
-    def add(self, microbatch: Microbatch, batch: Any = None) -> None:
+    def add(self, of_terms: MicrobatchOfTerms, batch: Any = None) -> None:
         """Add those of the next microbatch; where its losses are by sample, of its sequences.
 
         Args:
+            of_terms: of several terms, a pack says more of the split than rows.
             batch: of the microbatch, if one was drawn.
         """
-        if microbatch.sequences is not None:
-            microbatch = microbatch.sequences
+        several = list(of_terms.values()) if isinstance(of_terms, Mapping) else [of_terms]
+        several = [x if x.sequences is None else x.sequences for x in several]
+        packs = [x for x in several if x.cu_seqlens is not None]
+        microbatch = (packs or several)[0]
         inputs = microbatch.model_inputs or model_inputs_of(batch, microbatch.loss_mask)
         if not has_tokens(microbatch.shape):
             inputs = ()
@@ -148,98 +151,129 @@ class SplitFinding(NamedTuple):
     others: Sequence[int]  # if of none: other microbatches whose part they are
 
 
-class _Found(NamedTuple):
-    """Of one rank."""
+class _RankFindings(NamedTuple):
+    """What one context-parallel rank has seen."""
 
     offsets: list[Any]  # of each microbatch, the shape of its mask and where its samples begin
-    findings: dict[int, SplitFinding | None]  # None: nothing can be compared
+    findings: dict[int, SplitFinding | None]  # by microbatch; None: nothing can be compared
+
+
+def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathered: bool) -> bool:
+    """Whether the weights of microbatch ``i`` are right under one split alone."""
+    if call.groups.cp_size == 1:
+        return False
+    return is_gathered or any(_has_several_starts(plan, i) for plan in plans.values())
 
 
 def check_tokens(
     call: Call,
     tokens: FirstTokens | None,
     inputs: Mapping[int, Sequence[Tensor] | None],
-    gathered: Collection[int],
+    depend_on_split: Collection[int],
     split: str,
     is_declared: bool,
-) -> None:
+) -> set[str] | None:
     """Raise unless each rank's model was called with its part of the planned tokens.
 
     On all ranks of the last stage; the tensor-parallel ranks that read batches compare.
 
     Args:
         inputs: by microbatch, the integer tensors that the model was called with.
-        gathered: microbatches whose losses depend on the order in which tokens are gathered.
-        is_declared: the user has said that the split is ``split``.
+        depend_on_split: microbatches whose weights are right under one split alone.
+        is_declared: the user or the launcher has said that the split is ``split``.
+
+    Returns:
+        the splits under which all that could be compared fits; None if nothing could be.
 
     Raises:
         DataError: another split, or other microbatches.
     """
 
-    def compare() -> bool:
+    def compare() -> tuple[set[str] | None]:
         assert tokens is not None
-        found = _Found(
+        mine = _RankFindings(
             [_offsets(shape) for shape in tokens.shapes],
             {i: _finding(call, tokens, i, x) for i, x in inputs.items()},
         )
-        of_ranks = gather_objects(lambda: found, call.groups.cp, "comparing tokens")
-        if any(x.offsets != found.offsets for x in of_ranks):
+        of_ranks = gather_objects(lambda: mine, call.groups.cp, "comparing tokens")
+        if any(x.offsets != mine.offsets for x in of_ranks):
             raise DataError(
                 "all context-parallel ranks must read the same batches, got different samples or "
                 "masks. Split every batch by sequence, not by sample."
             )
+        fitting: set[str] | None = None
         for i in inputs:
-            known = [x for of_rank in of_ranks if (x := of_rank.findings[i]) is not None]
-            _check_microbatch(call, tokens.shapes[i], i, known, i in gathered, split, is_declared)
-        return True
+            comparable = [x for of_rank in of_ranks if (x := of_rank.findings[i]) is not None]
+            common = _common_splits(i, comparable)
+            if i in depend_on_split:
+                check_split_was_verified(common, split, is_declared)
+            if common is not None:
+                fitting = common if fitting is None else fitting & common
+        return (fitting,)
 
-    broadcast_result(compare, call.groups.tp, 0)
+    (fitting,) = broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
+    return fitting
 
 
-def _check_microbatch(
-    call: Call,
-    shape: MicrobatchShape,
-    i: int,
-    findings: Sequence[SplitFinding],
-    is_gathered: bool,
-    split: str,
-    is_declared: bool,
+def check_split_was_verified(
+    fitting: Collection[str] | None, split: str, is_declared: bool
 ) -> None:
-    """As `check_tokens`, from the findings of the ranks whose tokens tell anything."""
-    has_several_samples = shape.starts is not None and len(shape.starts) > 2
-    has_padding = shape.starts is not None and int(shape.starts[-1]) < shape.mask[-1]
-    is_split = call.groups.cp_size > 1
-    depends_on_split = is_split and (is_gathered or has_several_samples or has_padding)
-    # The sum of the weights shows a wrong split of a lone sample with padding behind it.
-    must_be_verified = is_split and (is_gathered or has_several_samples) and not is_declared
-    common = set.intersection(*({*x.splits} for x in findings)) if findings else set()
-    if common:
-        if depends_on_split and split not in common:
-            raise DataError(
-                f"microbatch {i} must be split over context-parallel ranks as declared, {split!r}, got "
-                f"{' or '.join(sorted(common))!r}. Give --loss-aggregation-split {min(common)} "
-                f"(LossHook(split={min(common)!r}))."
-            )
+    """Raise DataError unless the declared split fits the tokens that were compared.
+
+    Args:
+        fitting: the splits that fit them; None if there were none to compare.
+    """
+    if fitting is None and not is_declared:
+        raise DataError(
+            "the split over context-parallel ranks must be verified, and the model is not called with "
+            "labels or tokens of the batch. Declare it: --loss-aggregation-split "
+            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
+        )
+    if fitting is None or split in fitting:
         return
-    if findings and all(x.others and not x.splits for x in findings):
+    if fitting:
+        raise DataError(
+            f"batches must be split over context-parallel ranks as declared, {split!r}, got "
+            f"{' or '.join(map(repr, sorted(fitting)))}. Give another --loss-aggregation-split "
+            "(LossHook(split=))."
+        )
+    raise DataError(
+        f"batches must be split over context-parallel ranks as one of {', '.join(SPLITS)}, got tokens "
+        "that are no part of the batch's under any of them. Split every sequence as CPLayout does, or "
+        "give Microbatch(model_inputs=...) with the whole tensors of the model's calls."
+    )
+
+
+def _common_splits(i: int, findings: Sequence[SplitFinding]) -> set[str] | None:
+    """The splits that fit on all ranks whose tokens tell anything; None if there is no such rank.
+
+    Raises:
+        DataError: the tokens are those of other microbatches, or of several ranks the same.
+    """
+    if not findings:
+        return None
+    common = set.intersection(*({*x.splits} for x in findings))
+    if not common and all(x.others and not x.splits for x in findings):
         raise DataError(
             f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
             f"those of {findings[0].others[0]}. Give microbatches in the order of the forward steps "
             "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
             "forward pass."
         )
-    if any(x.splits for x in findings):
+    if not common and any(x.splits for x in findings):
         raise DataError(
             f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
-            f"parts of the splits {[[*x.splits] for x in findings]} by rank. Split every sequence as "
-            f"one of {', '.join(SPLITS)} does (CPLayout)."
+            f"parts of the splits {[[*x.splits] for x in findings]} on different ranks. Split every "
+            f"sequence as one of {', '.join(SPLITS)} does (CPLayout)."
         )
-    if must_be_verified:
-        raise DataError(
-            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
-            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
-            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
-        )
+    return common
+
+
+def _has_several_starts(plan: StepPlan, i: int) -> bool:
+    """Whether a pack has several samples, or padding behind a lone one."""
+    sequences = plan.sequences[i]
+    mask, starts = plan.shapes[i] if sequences is None else sequences.shape
+    return starts is not None and (len(starts) > 2 or int(starts[-1]) < mask[-1])
 
 
 def _finding(

@@ -76,7 +76,7 @@ def check_scaling(call: Call, trusts_unmeasured: bool) -> float | None:
     from megatron.core import __version__
 
     raise HostError(
-        f"gradients must be 1 time the planned ones, got {measured:.6g} times in megatron-core "
+        f"gradients must be the planned ones, got {measured:.6g} times those in megatron-core "
         f"{__version__} with {type(call.chunks[-1]).__name__} and config.finalize_model_grads_func="
         f"{getattr(finalize, '__qualname__', finalize)} ({call.scale}). Use {WRAPPERS[0]} and "
         "finalize_model_grads of Megatron-Core 0.13 to 0.19, or turn off calculate_per_token_loss; or, "

@@ -45,28 +45,45 @@ def check_settings(settings: Any, of_wrapper: Any) -> None:
     _check_cuda_graphs(settings)
 
 
+def check_logits_are_split(call: Call) -> None:
+    """Raise HostError if a model that computes its loss gathers its logits before.
+
+    Megatron's cross entropy adds up exponentials over tensor-parallel ranks, each of which then has
+    all of them.
+    """
+    ranks = dist.get_world_size(call.groups.tp)
+    gathers = any(getattr(x, "parallel_output", True) is False for x in call.chunks[-1].modules())
+    if gathers and ranks > 1:
+        raise HostError(
+            "a model that is called with labels must have split logits, since Megatron's loss counts "
+            f"gathered ones {ranks} times, once for each tensor-parallel rank, got parallel_output="
+            "False. Build it with parallel_output=True, or call it without labels."
+        )
+
+
 def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
     """Raise OptionError, on all ranks of the model, unless they have the same settings."""
-    ranks_by_settings = {_text(settings): [dist.get_rank()]}
+    texts = tuple(f"{name}={value}" for name, value in settings.items())
+    ranks_by_texts = {texts: [dist.get_rank()]}
     # What a group has in common, each of its ranks passes on to its group along the next axis.
     for axis in ("tp", "cp", "dp", "pp"):
-        part: Callable[[], dict[str, list[int]]] = functools.partial(dict, ranks_by_settings)
+        part: Callable[[], Any] = functools.partial(dict, ranks_by_texts)
         of_ranks = gather_objects(part, getattr(call.groups, axis), "comparing settings")
-        ranks_by_settings = {}
+        ranks_by_texts = {}
         for of_rank in of_ranks:
-            for text, ranks in of_rank.items():
-                merged = {*ranks_by_settings.get(text, []), *ranks}
-                ranks_by_settings[text] = sorted(merged)
-    if len(ranks_by_settings) > 1:
-        lists = [f"{text} on rank(s) {ranks}" for text, ranks in sorted(ranks_by_settings.items())]
+            for texts, ranks in of_rank.items():
+                merged = {*ranks_by_texts.get(texts, []), *ranks}
+                ranks_by_texts[texts] = sorted(merged)
+    if len(ranks_by_texts) > 1:
+        common = set.intersection(*({*texts} for texts in ranks_by_texts))
+        lists = []
+        for texts, ranks in sorted(ranks_by_texts.items()):
+            different = [x for x in texts if x not in common]
+            lists.append(f"{', '.join(different) or 'none of it'} on rank(s) {ranks}")
         raise OptionError(
             f"all ranks must have the same settings, got {'; '.join(lists)}. Give every rank the same "
             "LossHook, or the same --loss-aggregation flags."
         )
-
-
-def _text(settings: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
 def _check_optimizer_instances(settings: Any, of_wrapper: Any) -> None:

@@ -14,7 +14,8 @@ rank reports its part of a quotient by `report_pair`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ from megatron_loss_agg.mcore.split import sums_of_samples
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
-_ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Mend its error first."
+_ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Fix its error first."
 
 
 class DatasetSums(NamedTuple):
@@ -38,6 +39,33 @@ class DatasetSums(NamedTuple):
 
     mask_sum: float  # M_d, with rejected samples
     weight_sum: float
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What the microbatches of one step, or of one evaluation call, report."""
+
+    ids: Sequence[int]  # of the data sets
+    without_mean: Collection[int]  # those whose means are NaN
+    sums: Mapping[str, Mapping[int, DatasetSums]]  # by term and id
+
+    def mean(
+        self,
+        call: Call,
+        plan: StepPlan,
+        d: int,
+        part: Tensor,
+        divisor: float,
+        denominator: float,
+    ) -> Tensor:
+        """[2]: this rank's part of the mean ``sum part / divisor`` of a data set."""
+        if d in self.without_mean:
+            return part.new_full((2,), math.nan)
+        return report_pair(call, plan, part / (divisor or 1.0), denominator)
+
+    def sums_of(self, name: str, d: int) -> DatasetSums:
+        """Zeros for a data set without tokens in the step."""
+        return self.sums[name].get(d, DatasetSums(0.0, 0.0))
 
 
 class DatasetReports(Extension):
@@ -62,10 +90,8 @@ class DatasetReports(Extension):
         self._log_interval = log_interval
         self._steps = 0  # of training
         self._first_step: dict[int, int] = {}  # by id: the training step that had it first
-        # Of this step: the data sets that are reported, and those whose means are NaN.
-        self._ids: list[int] = []
-        self._without_mean: set[int] = set()
-        self._sums: dict[str, dict[int, DatasetSums]] = {}  # by term and id
+        # By `Call.trains`: an evaluation may come between the calls of a step.
+        self._reported: dict[bool, _Reported] = {}
 
     def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
         if call.trains and self._steps == 0:  # later, ranks would wait for each other without need
@@ -73,15 +99,17 @@ class DatasetReports(Extension):
                 _check_ids(plans)
         elif call.trains:
             _check_ids(plans)
-        self._sums = {} if plans is None else _sums_of_step(call, plans)
-        present = {d for sums in self._sums.values() for d in sums}
+        sums = {} if plans is None else _sums_of_step(call, plans)
+        present = {d for of_term in sums.values() for d in of_term}
         if call.trains:
-            self._note(present)
+            self._reported[True] = self._of_training_step(present, sums)
         else:
-            self._ids, self._without_mean = sorted(present), set()
+            self._reported[False] = _Reported(sorted(present), set(), sums)
 
-    def _note(self, present: set[int]) -> None:
-        """Decide what a training step reports, whose tokens are of these data sets.
+    def _of_training_step(
+        self, present: set[int], sums: Mapping[str, Mapping[int, DatasetSums]]
+    ) -> _Reported:
+        """What a training step reports, whose tokens are of the data sets ``present``.
 
         Megatron's log averages a name over the steps of its interval, with 0 for those before its
         first report, and leaves out NaN. So a data set's mean is NaN in a step without its tokens,
@@ -90,69 +118,54 @@ class DatasetReports(Extension):
         for d in present:
             self._first_step.setdefault(d, self._steps)
         recent = max(0, self._steps - self._log_interval)
-        self._ids = sorted(self._first_step)
-        self._without_mean = {
-            d for d in self._ids if self._first_step[d] > recent or d not in present
-        }
+        ids = sorted(self._first_step)
+        without_mean = {d for d in ids if self._first_step[d] > recent or d not in present}
         self._steps += 1
+        return _Reported(ids, without_mean, sums)
 
     @torch.no_grad()
     def on_loss(self, microbatch: MicrobatchLoss) -> None:
-        if not self._ids:
-            return
         call, plans = microbatch.call, microbatch.plans
+        reported = self._reported[call.trains]
+        if not reported.ids:
+            return
         first = next(iter(plans))
         if first in microbatch.terms:
             term = microbatch.terms[first]
             mask = term.mask / call.groups.cp_size if term.is_whole else term.mask
-            for d, part in self._parts(microbatch, first, mask).items():
-                mask_sum = self._sums_of(first, d).mask_sum
-                pair = self._mean(call, plans[first], d, part, mask_sum, mask_sum)
+            for d, part in _sums_on_rank(microbatch, reported.ids, first, mask).items():
+                mask_sum = reported.sums_of(first, d).mask_sum
+                pair = reported.mean(call, plans[first], d, part, mask_sum, mask_sum)
                 microbatch.report(f"lm loss of dataset {d}", pair)
         for name, weights in microbatch.weights.items():
             plan = plans[name]
-            for d, part in self._parts(microbatch, name, weights).items():
+            for d, part in _sums_on_rank(microbatch, reported.ids, name, weights).items():
                 if plan.aggregation.within is None:
                     pair = report_pair(call, plan, part, denominator_of(plan))
                 else:
-                    weight_sum = self._sums_of(name, d).weight_sum
+                    weight_sum = reported.sums_of(name, d).weight_sum
                     denominator = weight_sum * denominator_of(plan)
-                    pair = self._mean(call, plan, d, part, weight_sum, denominator)
+                    pair = reported.mean(call, plan, d, part, weight_sum, denominator)
                 microbatch.report(f"{name} loss of dataset {d}", pair)
 
-    def _mean(
-        self,
-        call: Call,
-        plan: StepPlan,
-        d: int,
-        part: Tensor,
-        divisor: float,
-        denominator: float,
-    ) -> Tensor:
-        """[2]: this rank's part of the mean ``sum part / divisor`` of a data set."""
-        if d in self._without_mean:
-            return part.new_full((2,), math.nan)
-        return report_pair(call, plan, part / (divisor or 1.0), denominator)
 
-    def _sums_of(self, name: str, d: int) -> DatasetSums:
-        """Zeros for a data set without tokens in the step."""
-        return self._sums[name].get(d, DatasetSums(0.0, 0.0))
+def _sums_on_rank(
+    microbatch: MicrobatchLoss, of_ids: Sequence[int], name: str, weights: Tensor
+) -> dict[int, Tensor]:
+    """By data set: the sum of ``weight * loss`` over its tokens on this rank.
 
-    def _parts(self, microbatch: MicrobatchLoss, name: str, weights: Tensor) -> dict[int, Tensor]:
-        """By data set: the sum of ``weight * loss`` over its tokens on this rank.
-
-        Summed in fp64. NaN or inf at a weight of 0 is ignored.
-        """
-        plan, i, losses = microbatch.plans[name], microbatch.i, microbatch.terms[name].losses
-        w_T = weights.reshape(-1).double()
-        products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
-        sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.starts[name])
-        ids, id_S = torch.tensor(self._ids), plan.ids("dataset", i)
-        # Data sets that have no token in the step are not among the ids.
-        index_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
-        sums = sums_S.new_zeros(len(ids) + 1)
-        sums.index_add_(0, moved(index_S, sums.device), sums_S)
-        return dict(zip(self._ids, sums[:-1].to(at_least_fp32(losses.dtype)), strict=True))
+    Summed in fp64. NaN or inf at a weight of 0 is ignored.
+    """
+    plan, i, losses = microbatch.plans[name], microbatch.i, microbatch.terms[name].losses
+    w_T = weights.reshape(-1).double()
+    products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
+    sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.starts[name])
+    ids, id_S = torch.tensor(of_ids), plan.ids("dataset", i)
+    # Data sets that have no token in the step are not among the ids.
+    index_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
+    sums = sums_S.new_zeros(len(ids) + 1)
+    sums.index_add_(0, moved(index_S, sums.device), sums_S)
+    return dict(zip(of_ids, sums[:-1].to(at_least_fp32(losses.dtype)), strict=True))
 
 
 def _check_ids(plans: Mapping[str, StepPlan] | None) -> None:

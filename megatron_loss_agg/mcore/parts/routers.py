@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _FLAG = "--loss-aggregation-moe whole (aggregate_routers)"
 _UNKNOWN = -1
 _ANOTHER_RANK_FAILED = (
-    "routers of another rank saw other tokens than planned. Mend the error of that rank first."
+    "routers of another rank saw other tokens than planned. Fix the error of that rank first."
 )
 
 
