@@ -18,7 +18,7 @@ from megatron_loss_agg import Microbatch
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.launch.install import hook_from_args, install
-from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
 
 stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model
@@ -29,20 +29,19 @@ def read_samples(batch: Any) -> Microbatch:
     """From the data collator's batch, whole on every context-parallel rank, labels not shifted."""
     labels = batch["labels"].roll(-1, -1)
     mask = labels != -100
-    token_ids = [labels, batch["input_ids"]]
+    inputs = [labels, batch["input_ids"]]
     if "attention_mask" in batch:
-        return Microbatch(mask, token_ids=token_ids)
+        return Microbatch(mask, model_inputs=inputs)
     positions = batch.get("text_position_ids", batch["position_ids"]).flatten()
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     real = torch.tensor([0, *batch["seq_lens"]]).cumsum(0)
     padded = torch.tensor(starts[: len(real)])  # what follows is padding, not samples
-    return Microbatch(mask, real, cu_seqlens_padded=padded, token_ids=token_ids)
+    return Microbatch(mask, real, cu_seqlens_padded=padded, model_inputs=inputs)
 
 
 def read_pairs(batch: Any) -> Microbatch:
-    """Of a chosen and a rejected answer each: samples of one token."""
-    pairs = len(batch["seq_lens"]) // 2
-    return Microbatch(torch.ones(pairs, 1), routed_tokens=batch["input_ids"].numel())
+    """Of a chosen and a rejected answer each; all chosen answers come first."""
+    return Microbatch.of_samples(len(batch["seq_lens"]) // 2, sequences=read_samples(batch))
 
 
 def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
@@ -65,20 +64,17 @@ def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -
 def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
     output, stock = stock_step(data_iterator, model)
 
-    def compute(losses: torch.Tensor) -> Any:
-        """Of whole pairs, the same on every context-parallel rank."""
-        with torch.no_grad():
-            report = stock(losses)[-1]
+    def log_probs(losses: torch.Tensor) -> dict[str, torch.Tensor]:
         reference, policy = losses.chunk(2)
-        policy = trainer.get_logps(policy, **stock.keywords)
-        reference = trainer.get_logps(reference.detach(), **stock.keywords)
-        answers = (*policy.chunk(2), *reference.chunk(2))  # chosen ones, then rejected ones
-        return trainer.dummy_dpo_trainer.dpo_loss(*answers)[0], report
+        return {"reference": -reference.detach(), "policy": -policy}
 
-    packs = stock.keywords["packed_seq_params"]
-    answers = len(output) // 2 if packs is None else len(packs.seq_lens)
-    whole = "reduced_grad" if trainer.args.context_parallel_size > 1 else None
-    return output, TokenLoss(compute, torch.ones(answers // 2, device=output.device), whole)
+    def compute(answers: dict[str, torch.Tensor], lengths: torch.Tensor) -> Any:
+        with torch.no_grad():
+            report = stock(output)[-1]
+        of_policy, of_reference = answers["policy"].chunk(2), answers["reference"].chunk(2)
+        return trainer.dummy_dpo_trainer.dpo_loss(*of_policy, *of_reference)[0], report
+
+    return output, SampleLoss(compute, log_probs, stock.keywords["labels"] != -100)
 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
@@ -91,23 +87,31 @@ def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
 def prepare_model(trainer: Any) -> None:
     args = trainer.args
     if args.rlhf_type == "dpo" and not args.rpo_alpha:
-        reader["read_batch"], step = read_pairs, pair_step
+        chosen["read_batch"], step = read_pairs, pair_step
     elif isinstance(trainer, MegatronTrainer) and args.task_type == "causal_lm":
-        reader["read_batch"], step = read_samples, sample_step
+        chosen["read_batch"], step = read_samples, sample_step
     else:
         raise HostError(
-            f"{type(trainer).__name__} with --task_type {args.task_type}; expected megatron sft or "
-            "pt with causal_lm, whose loss is a sum over tokens, or rlhf with --rlhf_type dpo and "
-            f"without --rpo_alpha: unset {VARIABLE}"
+            "the plugin needs megatron sft or pt with --task_type causal_lm, whose loss is a sum over "
+            "tokens, or rlhf with --rlhf_type dpo and without --rpo_alpha, got "
+            f"{type(trainer).__name__} with --task_type {args.task_type}. Unset {VARIABLE}."
         )
+    chosen["split"] = args.cp_partition_mode
     trainer.forward_step = functools.partial(step, trainer, trainer.forward_step)
     stock_prepare_model(trainer)
 
 
-reader: dict[str, Any] = {}
+def make_hook(args: Any, in_training_loop: bool) -> LossHook | None:
+    """Of the flags, which say by default that evaluations are aggregated, and ms-swift's split."""
+    for name, value in {"evaluation": "same", "split": chosen["split"]}.items():
+        vars(args).setdefault(f"loss_aggregation_{name}", value)
+    return hook_from_args(args, in_training_loop, chosen["read_batch"])
+
+
+chosen: dict[str, Any] = {}  # for the trainer of this process
 # A worker of a data loader imports plugins, too.
 if os.environ.get(VARIABLE) and get_worker_info() is None:
-    install(make_hook=lambda *args: hook_from_args(*args, **reader))
+    install(make_hook=make_hook)
     BaseMegatronTrainer._log_callback, BaseMegatronTrainer.prepare_model = log, prepare_model
     # The optimizer's norm is None where it skips an empty step.
     base.reduce_max_stat_across_model_parallel_group = lambda stat: stock_max(stat or 0.0)

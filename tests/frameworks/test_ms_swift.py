@@ -221,6 +221,7 @@ def test_sft_is_exact_and_logs_the_token_mean_and_the_aggregated_loss(
 DPO: Settings = {
     "rlhf_type": "dpo",
     "dataset": INPUTS / "pairs.jsonl",
+    "val_dataset": INPUTS / "pairs.jsonl",
     "ref_model": INPUTS / "frozen",
 }
 ONE_PAIR: Settings = {**LAYOUTS["rows"], "global_batch_size": 6, "micro_batch_size": 1}
@@ -242,6 +243,7 @@ def test_dpo_is_exact_over_all_pairs_of_the_step(
     assert error(stock, whole, w) == pytest.approx(off, abs=5e-3)
     assert hooked.logs["sample_mean_loss"] == pytest.approx(whole.loss(w), rel=1e-6)
     assert hooked.logs["loss"] == stock.logs["loss"]
+    assert 0 < hooked.logs["eval_sample_mean_loss"] != hooked.logs["sample_mean_loss"]
 
 
 def test_an_evaluation_is_aggregated() -> None:
@@ -295,8 +297,11 @@ def test_other_losses_are_refused_before_the_model_is_built(
 ) -> None:
     given = {**LAYOUTS["rows"], "dataset": INPUTS / "labelled.jsonl", **settings}
     said = train(command, SAMPLE_MEAN, given, ranks=1)
-    assert said.startswith(f"HostError: {trainer} with --task_type ")
-    assert said.endswith("unset MEGATRON_LOSS_AGG_FLAGS")
+    assert said.startswith(
+        "HostError: the plugin needs megatron sft or pt with --task_type causal_lm"
+    )
+    assert f"got {trainer} with --task_type" in said
+    assert said.endswith("Unset MEGATRON_LOSS_AGG_FLAGS.")
 
 
 def test_the_command_of_the_page_is_exact(tmp_path: Path) -> None:

@@ -198,6 +198,15 @@ def test_each_data_set_is_reduced_alone() -> None:
             assert found == pytest.approx(wanted[case], rel=EXACT, abs=0, nan_ok=True), case
 
 
+def test_data_sets_are_those_of_the_step_on_every_stage_and_tensor_parallel_rank() -> None:
+    case = by_dataset("sample_mean", places=PLACES[1])
+    ranks = [reports for _, reports in run(TOPOLOGIES["pp2-tp2-sp"], [case])[case] if reports]
+    assert len(ranks) == 2  # of the last stage
+    for reports in ranks:
+        found = {key: x for key, x in reports.items() if " of dataset " in key}
+        assert found == pytest.approx(values("sample_mean", [PLACES[1]]), rel=EXACT)
+
+
 # Evaluations of several calls, of which one lacks a data set, and one has no tokens. Megatron adds
 # up the pairs of all calls; under ``--sft`` it averages the quotients of each call, and the calls.
 CALLS: list[Places] = [
@@ -291,6 +300,12 @@ ROWS = {
     "no data sets": Refusal(
         "DataError: reports by data set need ids in every batch, got a microbatch without. Give",
         two_rows("sum", hook={"extensions": [DatasetReports()]}),
+    ),
+    "no data sets over stages": Refusal(
+        "PeerError: another rank has batches without ids of data sets",
+        two_rows("sum", places=PLACES[1], hook={"extensions": [DatasetReports()]}),
+        "pp2",
+        {1: "DataError: reports by data set need ids in every batch"},
     ),
     "routers": Refusal(
         "" if RELEASE.startswith("0.19.") else UNKNOWN,
