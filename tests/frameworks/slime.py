@@ -57,7 +57,7 @@ ARGS: dict[str, Any] = {
     **{"rollout_temperature": 1.0, "rollout_top_p": 1.0, "log_probs_chunk_size": -1},
     **{"advantage_estimator": "grpo", "loss_type": "policy_loss", "kl_coef": 0.0},
     **{"use_kl_loss": True, "kl_loss_coef": KL, "kl_loss_type": "k3", "entropy_coef": ENTROPY},
-    **{"eps_clip": CLIP, "eps_clip_high": CLIP, "loss_aggregation_mtp": "host"},
+    **{"eps_clip": CLIP, "eps_clip_high": CLIP, "loss_aggregation_mtp": "megatron"},
     "custom_tis_function_path": "tests.frameworks.slime.reject",
 }
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}

@@ -277,6 +277,7 @@ OWN: Runs = {
     **{name: Run(options=options) for name, options in AUXILIARY.items()},
 }
 SPLIT = "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step"
+CUSTOM = "--loss-aggregation custom --loss-aggregation-function tests.sweep.data:sixty_fourth"
 CONFIGURED = {"configured": True}  # an aggregation of ours, by verl's configuration
 RUNS: Runs = {
     **{mode: exact(with_entropy, mode) for mode in MODES},
@@ -293,6 +294,7 @@ RUNS: Runs = {
     "sample_mean, without empty ones": exact(
         with_entropy, "sample_mean", empty="skip", **CONFIGURED
     ),
+    "custom": reweighed(exact(with_entropy, "sum", given=CUSTOM), lambda _: 1 / 64),
     "prompt_mean, distillation": exact(distilled, "prompt_mean", **DISTILLED),
     "prompt_mean, value": exact(value, "prompt_mean", **VALUE),
     SPLIT: Run(flags("token_mean"), {"worker": "TinkerTrainingWorker"}, refusal=SPLIT),

@@ -160,7 +160,8 @@ class _RankFindings(NamedTuple):
 
 def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathered: bool) -> bool:
     """Whether the weights of microbatch ``i`` are right under one split alone."""
-    if call.groups.cp_size == 1:
+    has_weights = any(bool(plan.coefficients(i).any()) for plan in plans.values())
+    if call.groups.cp_size == 1 or not has_weights:
         return False
     return is_gathered or any(_has_several_samples(plan, i) for plan in plans.values())
 
