@@ -160,8 +160,10 @@ class _RankFindings(NamedTuple):
 
 def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathered: bool) -> bool:
     """Whether the weights of microbatch ``i`` are right under one split alone."""
-    has_weights = any(bool(plan.coefficients(i).any()) for plan in plans.values())
-    if call.groups.cp_size == 1 or not has_weights:
+    if call.groups.cp_size == 1:
+        return False
+    has_tokens_with_loss = any(bool(plan.coefficients(i).any()) for plan in plans.values())
+    if not has_tokens_with_loss:
         return False
     return is_gathered or any(_has_several_samples(plan, i) for plan in plans.values())
 
