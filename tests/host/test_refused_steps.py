@@ -79,7 +79,7 @@ BATCHES = {
         two_rows(batch=partial(without, key="loss_mask")),
     ),
     "two batches a microbatch": Refusal(
-        "DataError: the forward steps must take one batch for each ... and ask for more ... once each",
+        "DataError: the forward steps must take one batch for ... got a request for more ... once each",
         two_rows("sum", step=draws_twice, iterator=itertools.cycle),
     ),
     "another number of microbatches": Refusal(
@@ -193,7 +193,7 @@ def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
 
 CALLS = {
     "calls that leave microbatches": of_calls(
-        *(1, 2), says="DataError: the calls inside hook.step must take all of its 4 ... and took 3"
+        *(1, 2), says="DataError: the calls inside hook.step must take all of its 4 ... got 3"
     ),
     "calls that take too many": of_calls(
         *(3, 2),
@@ -204,7 +204,7 @@ CALLS = {
         case=replace(FOUR, run=evaluating_between), topology="dp1"
     ),
     "a step in a step": Refusal(
-        "DataError: hook.step inside another hook.step", two_rows(run=nested)
+        "DataError: hook.step must not be opened inside another one", two_rows(run=nested)
     ),
     "an error of the loop's own": Refusal("RuntimeError: of the loop", two_rows(run=failing_loop)),
 }

@@ -205,10 +205,10 @@ def check_tokens(
         for i in inputs:
             comparable = [x for of_rank in of_ranks if (x := of_rank.findings[i]) is not None]
             common = _common_splits(i, comparable)
-            if i in depend_on_split:
-                check_split_was_verified(common, split, is_declared)
             if common is not None:
                 fitting = common if fitting is None else fitting & common
+        if depend_on_split:
+            check_split_was_verified(fitting, split, is_declared)
         return (fitting,)
 
     (fitting,) = broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
@@ -270,10 +270,14 @@ def _common_splits(i: int, findings: Sequence[SplitFinding]) -> set[str] | None:
 
 
 def _has_several_starts(plan: StepPlan, i: int) -> bool:
-    """Whether a pack has several samples, or padding behind a lone one."""
+    """Whether a pack with active tokens has several samples, or padding behind a lone one."""
     sequences = plan.sequences[i]
-    mask, starts = plan.shapes[i] if sequences is None else sequences.shape
-    return starts is not None and (len(starts) > 2 or int(starts[-1]) < mask[-1])
+    mask_sums, shape = plan.mask_sums(i), plan.shapes[i]
+    if sequences is not None:
+        mask_sums, shape = sequences.mask_sum, sequences.shape
+    if shape.starts is None or not bool(mask_sums.any()):
+        return False
+    return len(shape.starts) > 2 or int(shape.starts[-1]) < shape.mask[-1]
 
 
 def _finding(
