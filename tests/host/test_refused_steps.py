@@ -79,7 +79,7 @@ BATCHES = {
         two_rows(batch=partial(without, key="loss_mask")),
     ),
     "two batches a microbatch": Refusal(
-        "DataError: the forward steps must take one batch for each ... got a request for more ... once each",
+        "DataError: the forward steps must take one batch for ... got a request for more ... once each",
         two_rows("sum", step=draws_twice, iterator=itertools.cycle),
     ),
     "another number of microbatches": Refusal(
