@@ -436,7 +436,6 @@ def read_rows(iterator: Any, number: int) -> list[Microbatch]:
 
 BLIND = {"kind": "blind gather"}
 UNVERIFIED = "the split over context-parallel ranks must be verified ... --loss-aggregation-split {"
-NO_PART = "as one of zigzag, zigzag_pack, contiguous, got tokens that are no part of the batch's"
 SAME = "every context-parallel rank must have its own part of the tokens of microbatch 0"
 MASK = "the loss function's mask must be this rank's part ... split it as declared"
 OF_PARTS = {
