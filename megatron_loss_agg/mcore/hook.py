@@ -123,10 +123,11 @@ class LossHook:
             forward pass and then passes them to the schedule.
         read_step: (data iterator of the last model chunk, number of microbatches) -> list of that
             many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
-            iterator must not be drawn ahead. The hook then draws nothing.
+            iterator must not be drawn ahead. The hook then draws nothing. Called on tensor-parallel
+            rank 0 of the last pipeline stage, with ``evaluates`` for evaluations, too.
         split: how the script splits tokens over context-parallel ranks: ``zigzag`` (inside every
             row or packed sequence), ``zigzag_pack`` (over the whole pack) or ``contiguous``. None:
-            ``zigzag``. It is verified in the first step, by the model's inputs.
+            ``zigzag``. It is compared with the model's inputs in the first step; see docs/limits.md.
         extensions: `Extension` objects, such as `DatasetReports`.
         wrappers: functions (hook, schedule) -> schedule, such as `aggregate_mtp` and
             `aggregate_routers`; their schedules run inside the hook.
@@ -249,7 +250,8 @@ class LossHook:
         calls, then divide.
 
         Args:
-            microbatches: this data-parallel rank's whole step, in the order of the calls.
+            microbatches: this data-parallel rank's whole step, in the order of the calls. All ranks
+                of the model give as many; those that read no data may give anything.
 
         Raises:
             DataError: the block ends with microbatches left, or a step is open already.
