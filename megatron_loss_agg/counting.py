@@ -115,7 +115,7 @@ class StepCounts(NamedTuple):
     """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
 
     tokens: float  # sum of the masks that count
-    kept_tokens: float  # without those of rejected samples
+    accepted_tokens: float  # without those of rejected samples
     all_tokens: float  # with them
     active_tokens: int  # positions with a nonzero mask
     model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
@@ -226,7 +226,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         )
     return StepCounts(
         tokens=float(mask_S.sum()),
-        kept_tokens=float(samples.mask_sum[~samples.rejected].sum()),
+        accepted_tokens=float(samples.mask_sum[~samples.rejected].sum()),
         all_tokens=float(samples.mask_sum.sum()),
         active_tokens=int(samples.active_tokens.sum()),
         model_tokens=int(samples.model_tokens.sum()),

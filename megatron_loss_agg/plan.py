@@ -203,7 +203,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether every token of the whole step is masked or belongs to a rejected sample."""
-        return self.counts.kept_tokens == 0
+        return self.counts.accepted_tokens == 0
 
     def coefficients(self, i: int) -> Tensor:
         """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].

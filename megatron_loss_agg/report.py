@@ -215,8 +215,8 @@ def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], T
 def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """fp64 [values + 1]: ``fill`` where the mask is 0, and at the end so that it is never empty."""
     check_tensors(DataError, "real", values=values, mask=mask)
-    kept = values.detach().double().masked_fill(mask == 0, fill).reshape(-1)
-    return torch.nn.functional.pad(kept, (0, 1), value=fill)
+    masked = values.detach().double().masked_fill(mask == 0, fill).reshape(-1)
+    return torch.nn.functional.pad(masked, (0, 1), value=fill)
 
 
 def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:

@@ -318,7 +318,7 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
     of_all = [(s, gone) for m in reads for s, gone in zip(m.samples, m.rejected, strict=True)]
     assert_same(counts.tokens, sum(oracle.mask_sums(of_step, "sample").values()), 1e-13)
     assert_same(counts.all_tokens, sum(sum(s.mask) for s, _ in of_all), 1e-13)
-    assert_same(counts.kept_tokens, sum(sum(s.mask) for s, gone in of_all if not gone), 1e-13)
+    assert_same(counts.accepted_tokens, sum(sum(s.mask) for s, gone in of_all if not gone), 1e-13)
     assert plan.is_empty == (not any(any(s.mask) for s, gone in of_all if not gone))
     assert counts.samples == oracle.number_of(of_step, "sample")
     assert counts.microbatches == len(reads)

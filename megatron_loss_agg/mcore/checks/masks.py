@@ -87,12 +87,12 @@ def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool
     for plan, i, sums in terms:
         for name in sums:
             for planned, size in _planned_sums(plan, i, name):
-                found = next(remaining)
-                if not abs(found - planned) <= _TOLERANCE * size:  # NaN is not
+                total = next(remaining)
+                if not abs(total - planned) <= _TOLERANCE * size:  # NaN is not
                     raise DataError(
                         "the loss function's mask must be this rank's part of the batch's "
                         f"'loss_mask': in microbatch {i} its {name} must be {planned:g}, got "
-                        f"{found:g}. Leave the mask undivided (and fractions in fp32), split it as "
+                        f"{total:g}. Leave the mask undivided (and fractions in fp32), split it as "
                         "declared (--loss-aggregation-split, LossHook(split=)), or give the final mask: "
                         f"{HOW_TO_READ}."
                     )
@@ -284,21 +284,21 @@ def _finding(
     call: Call, tokens: FirstTokens, i: int, inputs: Sequence[Tensor] | None
 ) -> SplitFinding | None:
     """None where nothing can be compared."""
-    own = [x.detach().cpu() for x in inputs or () if _tells_tokens_apart(x)]
-    if not own or not tokens.of_batches[i]:
+    on_rank = [x.detach().cpu() for x in inputs or () if _tells_tokens_apart(x)]
+    if not on_rank or not tokens.of_batches[i]:
         return None
-    splits = [split for split in SPLITS if _fits(call, tokens, i, own, split)]
+    splits = [split for split in SPLITS if _fits(call, tokens, i, on_rank, split)]
     if splits:
         return SplitFinding(splits, [])
     others = [
         j
         for j in range(len(tokens.of_batches))
-        if any(_fits(call, tokens, j, own, split) for split in SPLITS)
+        if any(_fits(call, tokens, j, on_rank, split) for split in SPLITS)
     ]
     return SplitFinding([], others)
 
 
-def _fits(call: Call, tokens: FirstTokens, i: int, own: Sequence[Tensor], split: str) -> bool:
+def _fits(call: Call, tokens: FirstTokens, i: int, on_rank: Sequence[Tensor], split: str) -> bool:
     """Whether some of this rank's tensors is its part of one of microbatch ``i``'s."""
     shape = tokens.shapes[i]
     try:
@@ -308,7 +308,7 @@ def _fits(call: Call, tokens: FirstTokens, i: int, own: Sequence[Tensor], split:
     is_padding = ~layout.shard(tokens.is_real[i])
     for whole in tokens.of_batches[i]:
         part = layout.shard(whole.reshape(shape.mask))
-        same_size = (x.reshape(part.shape) for x in own if x.numel() == part.numel())
+        same_size = (x.reshape(part.shape) for x in on_rank if x.numel() == part.numel())
         if any(bool(((x == part) | is_padding).all()) for x in same_size):
             return True
     return False
