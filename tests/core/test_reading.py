@@ -198,9 +198,11 @@ def test_keys_of_ids_are_those_of_the_levels() -> None:
     assert microbatch.dataset_ids.tolist() == [5, 6]
     assert read_batch(batch).ids == {}
     assert read_batch(batch, units=["turn"]).ids.keys() == {"turn"}
-    # A reader of one's own reads what it wants.
+    # For a custom function, which may need others.
     asked = functools.partial(read_batch, units=["turn"])
-    assert reader_for(asked, levels) is asked
+    assert reader_for(asked, levels)(batch).ids.keys() == {"task", "session", "turn"}
+    # A reader of one's own reads what it wants.
+    assert reader_for(len, levels) is len
 
 
 def test_a_copy_has_tensors_of_its_own() -> None:

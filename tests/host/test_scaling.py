@@ -118,7 +118,7 @@ def called(name: str) -> str:
 
 
 def times(factor: str) -> str:
-    return f"HostError: {PLANNED}, got {factor} times in megatron-core"
+    return f"HostError: {PLANNED}, got {factor} times those in megatron-core"
 
 
 # By topology: a changed host, and what is said of it without and with the per-token flag.

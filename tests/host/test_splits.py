@@ -435,7 +435,7 @@ def read_rows(iterator: Any, number: int) -> list[Microbatch]:
 
 
 BLIND = {"kind": "blind gather"}
-UNVERIFIED = "the split over context-parallel ranks must be verified ... --loss-aggregation-split {"
+UNVERIFIED = "the split of microbatch 0 must be verified ... --loss-aggregation-split {"
 SAME = "every context-parallel rank must have its own part of the tokens of microbatch 0"
 MASK = "the loss function's mask must be this rank's part ... split it as declared"
 OF_PARTS = {
@@ -450,7 +450,7 @@ OF_PARTS = {
     # Weights of rows are the same in every split, and the order of gathered tokens is not.
     "gathered rows, contiguous by default": misdeclared("contiguous", None, rows(), script=BLIND),
     "gathered rows, zigzag where contiguous is declared": misdeclared(
-        "zigzag", "contiguous", rows(), script=BLIND, names="zigzag' or 'zigzag_pack"
+        "zigzag", "contiguous", rows(), script=BLIND, names="zigzag or zigzag_pack"
     ),
     "gathered rows without tokens of the batch": of_pack(
         "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows
