@@ -64,13 +64,14 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     if not dtype.is_floating_point:
         dtype = torch.float32
     wide = at_least_fp32(dtype)
-    w, losses = w.detach().to(wide), token_loss.to(wide)
-    total = (w * losses).sum()
+    # `flatten`, unlike `reshape`, adds no node to the graph for a vector.
+    w, losses = w.detach().to(wide).flatten(), token_loss.to(wide).flatten()
+    total = torch.dot(losses, w)
     # The gradient is w even where losses are not finite: only the value needs a repair, since NaN * 0
     # is NaN. Losses are selected only then: on a CPU that takes longer than all the rest.
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_((w * torch.where(w != 0, losses, 0)).sum())
+            total.detach().copy_(torch.dot(torch.where(w != 0, losses, 0), w))
     return total.to(dtype)
 
 
