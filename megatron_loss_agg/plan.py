@@ -395,7 +395,7 @@ class _LocalMicrobatches:
 
 @dataclass(frozen=True, eq=False)
 class _RankPart:
-    """What one rank has read of the step, by term; other ranks get only words and samples."""
+    """One rank's part of the step, by term; other ranks get only words and samples."""
 
     words: str  # the terms
     samples: dict[str, Samples]

@@ -27,7 +27,7 @@ def first_line(
     measured: float | None,
     settings: Mapping[str, object],
 ) -> str:
-    """What was understood of a training step."""
+    """The terms, counts and settings of a training step, in one line."""
     parts = [terms_in_words(terms)]
     for plan in plans.values():
         parts.append(formula(plan.aggregation, plan.counts.tokens, plan.counts.across))

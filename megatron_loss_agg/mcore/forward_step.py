@@ -154,7 +154,7 @@ class TermLosses:
 
 @dataclass(frozen=True)
 class ScriptLosses:
-    """What a loss function of the script computes of one microbatch on this rank."""
+    """The results of the script's loss function for one microbatch on this rank."""
 
     terms: Mapping[str, TermLosses]
     report: dict[str, Any]
@@ -385,7 +385,7 @@ def name_of(loss_function: Any) -> str:
 
 
 class ModelCall(NamedTuple):
-    """What a model was called with."""
+    """The arguments of a model's call."""
 
     integers: list[Tensor] | None = None  # None: it was not called
     packing: Any = None  # Megatron's ``packed_seq_params``; None: rows

@@ -86,8 +86,6 @@ _ANOTHER_RANK_FAILED = (
     "another rank of the last pipeline stage failed while planning the step. Fix the error of that "
     "rank first."
 )
-
-
 _ANOTHER_RANK_FOUND = (
     "another rank's losses were not those that were planned. Fix the error of that rank first."
 )
@@ -294,10 +292,10 @@ class LossHook:
             plans = self._plan(call, step, records)
         else:
             plans, records.tokens = step.plans, step.tokens
-        if step is not None:
-            step.plans, step.tokens = plans, records.tokens
         if step is None:
             self._fetch_next(call)
+        else:
+            step.plans, step.tokens = plans, records.tokens
         self.call, self.plans = call, plans
         if call.begins_step:
             for extension in self.extensions:
@@ -334,7 +332,7 @@ class LossHook:
         loss_function: Any,
         output: Any,
     ) -> tuple[Any, ...]:
-        """What Megatron gets of microbatch ``i`` in place of what ``loss_function`` returns."""
+        """The results of microbatch ``i`` for Megatron, in place of those of ``loss_function``."""
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
         reports = script.report
@@ -568,7 +566,7 @@ class _OpenStep:
 
 @dataclass
 class _Records:
-    """What the checks after a call compare; numbers stay on the device until then."""
+    """Results of one call that are compared after it; numbers stay on the device until then."""
 
     is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
     iterator: Any  # that the schedule gets

@@ -99,7 +99,7 @@ def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool
 
 
 def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]]:
-    """What the sums of this name must add up to over the context-parallel ranks.
+    """The planned sums of this name, over all context-parallel ranks.
 
     Each with the size of its terms, by which an error is measured.
     """
@@ -145,14 +145,14 @@ class FirstTokens:
 
 
 class SplitFinding(NamedTuple):
-    """What a rank's model inputs say of one microbatch."""
+    """The splits of one microbatch that fit a rank's model inputs."""
 
     splits: Sequence[str]  # of which these are this rank's part
     others: Sequence[int]  # if of none: other microbatches whose part they are
 
 
 class _RankFindings(NamedTuple):
-    """What one context-parallel rank has seen."""
+    """Samples and split findings of one context-parallel rank."""
 
     offsets: list[Any]  # of each microbatch, the shape of its mask and where its samples begin
     findings: dict[int, SplitFinding | None]  # by microbatch; None: nothing can be compared

@@ -73,7 +73,7 @@ def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[...,
         hooked_step, forward_steps = arguments["forward_step_func"], 0
 
         def loss(i: int, loss_function: Callable[..., Any], output: Any) -> tuple[Any, ...]:
-            """What the hook's loss function returns of microbatch ``i``, with MTP's part."""
+            """The results of the hook's loss function for microbatch ``i``, with MTP's part."""
             scaled, *number_of_tokens, report = loss_function(output)
             masks_of_depths = [moved(x, scaled.device) for x in masks[i]]
             sums = []
