@@ -7,7 +7,7 @@ from megatron_loss_agg.masks import predicting_mask
 from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, token_weights
 from megatron_loss_agg.sequences import SequenceMean, SequenceSum
-from megatron_loss_agg.weighted_sum import weighted_sum
+from megatron_loss_agg.weighted_sum import weigh, weighted_sum
 
 __all__ = [
     "AggregationError",
@@ -20,6 +20,7 @@ __all__ = [
     "Term",
     "predicting_mask",
     "token_weights",
+    "weigh",
     "weighted_sum",
 ]
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.counting import StepCounts
 from megatron_loss_agg.presets import PRESETS
 
 
@@ -40,6 +41,22 @@ def formula(agg: LossAggregation, tokens: float | None = None, across: float | N
         return f"w_t = {mask}"
     product = " * ".join(factors)
     return f"w_t = {mask} / {product}" if len(factors) == 1 else f"w_t = {mask} / ({product})"
+
+
+def counts_in_words(counts: StepCounts, kind: str = "") -> str:
+    """The samples, groups and tokens of a step; ``kind`` says what a sample is."""
+    words = [f"{counts.samples} samples{kind and f' ({kind})'}"]
+    for name, number in (
+        ("rollouts", counts.rollouts),
+        ("prompts", counts.prompts),
+        ("data sets", counts.datasets),
+    ):
+        if number is not None:
+            words.append(f"{number} {name}")
+    tokens = f"{counts.tokens:.10g} tokens"
+    if counts.active_tokens != counts.tokens:
+        tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
+    return ", ".join([*words, tokens])
 
 
 def _term_in_words(name: str, term: Term) -> str:

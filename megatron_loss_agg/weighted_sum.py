@@ -1,4 +1,4 @@
-"""The weight of a token, and the weighted sum of losses: ``L = sum_t w_t * loss_t``.
+"""The weight of a token, and sums by it: ``L = sum_t w_t * loss_t``, or its gradient alone.
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
@@ -6,6 +6,7 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,3 +84,36 @@ def _is_known_finite(total: Tensor) -> bool:
         return math.isfinite(total.item())
     except RuntimeError:  # a tensor without a value of its own, as under `vmap`
         return False
+
+
+def weigh(output: Tensor, weights: Tensor) -> Tensor:
+    """``output`` itself, whose gradient is multiplied by ``weights``.
+
+    For a loop whose loss is a sum or a mean of ``loss(output_t)`` that cannot be replaced: where it
+    divides by M, ``weights = M * w_t`` makes the gradient that of ``sum_t w_t * loss_t``. The
+    reported loss stays the loop's own.
+
+    Args:
+        output: log-probabilities, values or losses, a number for each token.
+        weights: of the same shape; get no gradient.
+
+    Raises:
+        DataError: not two real tensors of the same shape; nothing is broadcast.
+    """
+    check_tensors(DataError, "real", output=output, weights=weights)
+    return _Weigh.apply(output, weights.detach())  # type: ignore[no-untyped-call]
+
+
+class _Weigh(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by weights."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, weights.dtype)
+        return (gradient.to(wide) * weights.to(wide)).to(gradient.dtype), None

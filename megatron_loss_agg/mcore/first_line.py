@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import Term
-from megatron_loss_agg.describe import formula, terms_in_words
+from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.plan import StepPlan
 
@@ -51,18 +51,8 @@ def measured_in_words(measured: float | None) -> str:
 def _step(call: Call, plan: StepPlan) -> str:
     counts, ranks = plan.counts, call.scale.data_parallel_size
     kinds = {"rows" if x.starts is None else "packed sequences" for x in plan.shapes}
-    units = [f"{counts.samples} samples ({' and '.join(sorted(kinds, reverse=True))})"]
-    for name, number in (
-        ("rollouts", counts.rollouts),
-        ("prompts", counts.prompts),
-        ("data sets", counts.datasets),
-    ):
-        if number is not None:
-            units.append(f"{number} {name}")
-    tokens = f"{counts.tokens:.10g} tokens"
-    if counts.active_tokens != counts.tokens:
-        tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
     return (
         f"a step of {counts.microbatches} microbatches on {ranks} data-parallel "
-        f"rank{'s' if ranks > 1 else ''}, {', '.join(units)}, {tokens}"
+        f"rank{'s' if ranks > 1 else ''}, "
+        f"{counts_in_words(counts, ' and '.join(sorted(kinds, reverse=True)))}"
     )

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megatron_loss_agg"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC = """
     AggregationError CPLayout LossAggregation Microbatch SequenceMean SequenceSum StepPlan Term
-    predicting_mask token_weights weighted_sum
+    predicting_mask token_weights weigh weighted_sum
 """
 WITHOUT_MEGATRON = """
 import importlib, sys
@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "core": {"core"},  # the files of the package itself
     "mcore": {"core", "mcore"},
     "launch": {"core", "mcore", "launch"},
-    "frameworks": {"core", "mcore", "frameworks"},
+    "frameworks": {"core", "mcore", "launch", "frameworks"},
     "explain": {"core", "explain"},  # works without Megatron, which mcore needs
     "command line": {"core", "mcore", "launch", "explain"},
 }

@@ -1,0 +1,41 @@
+"""Adapters for frameworks with a training loop of their own: one file a framework, and no patch.
+
+An adapter stands on an extension point of the framework, and multiplies what the framework sums by
+`StepPlan.coefficients`. The aggregation is in the environment of the processes that train:
+
+    MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
+
+Without the variable an adapter changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
+from megatron_loss_agg.launch.flags import aggregation_from_environment
+from megatron_loss_agg.plan import StepPlan
+
+__all__ = ["NAMES", "aggregation_from_environment", "print_first_line"]
+
+NAMES = ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl", "ms_swift")
+"""The adapters, which are modules of this package."""
+
+_printed: set[str] = set()
+
+
+def print_first_line(plan: StepPlan, who: str = "") -> None:
+    """Print the aggregation and the counts of the first step, on rank 0 and once in a process.
+
+    Args:
+        plan: of the first optimizer step.
+        who: the model that is trained, such as ``critic``, where a process trains several.
+    """
+    if who in _printed or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _printed.add(who)
+    agg, counts = plan.aggregation, plan.counts
+    words = terms_in_words({agg.mode: Term(agg)})
+    parts = [words, formula(agg, counts.tokens, counts.across), counts_in_words(counts)]
+    print(f"loss aggregation{who and f' of the {who}'}: {'; '.join(parts)}", flush=True)
