@@ -1,6 +1,7 @@
 """What a framework for RL is held to: its batch, its runs, and the errors of each.
 
-A run is a training of two checkouts, or copies, of the framework: without our patch and with it.
+A run is a training of two copies of the framework, which may be the same: as it is; and with our
+adapter in the processes that train, and a seam's patch where it has one.
 """
 
 from __future__ import annotations
@@ -229,11 +230,13 @@ class Report:
         train: (log-probabilities, our key for its configuration, **options) -> steps, on a rank.
             The option ``configured`` of a run says that the key has our flags, and not the
             environment.
-        checkouts: without and with the patch.
+        checkouts: of the stock code and of ours, which are the same where nothing is patched.
         own: runs of the stock code.
-        runs: of the patched code.
+        runs: of our code.
         bound: of a gradient's error, besides twice that of the stock code.
         mtp: settings of MTP, whose losses are then a part of every loss.
+        adapt: lets a process that trains our code take the adapter, after ``use`` and before
+            anything else.
     """
 
     use: Callable[[str], None]
@@ -245,6 +248,7 @@ class Report:
     batch: Batch = STEPS
     vocab: int = VOCAB
     mtp: dict[str, Any] = field(default_factory=dict)
+    adapt: Callable[[], None] | None = None
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     references: dict[bool, Any] = field(default_factory=dict)
@@ -255,19 +259,19 @@ class Report:
         """All runs, with further options of the framework; ``rope`` if the model knows positions.
 
         Returns:
-            All steps, or errors, by name: of the stock code, and of the patched code.
+            All steps, or errors, by name: of the stock code, and of ours.
         """
         log_probs, expected = self.reference(rope)
 
-        def trained(checkout: str, *runs: Run) -> list[Any]:
+        def trained(checkout: str, adapt: Callable[[], None] | None, *runs: Run) -> list[Any]:
             changed = [replace(run, options={**run.options, **options}) for run in runs]
-            given = self.use, self.train, checkout, cp, self.vocab, changed, log_probs
+            given = self.use, adapt, self.train, checkout, cp, self.vocab, changed, log_probs
             # The first rank's: after the reduction it is the same on all.
             return run_host_ranks(_train, 2, *given, timeout=300.0)[0]
 
-        without, patched = self.checkouts
-        found = iter(trained(patched, *self.own.values(), *self.runs.values()))
-        theirs = dict(zip(self.own, trained(without, *self.own.values()), strict=True))
+        stock, changed = self.checkouts
+        found = iter(trained(changed, self.adapt, *self.own.values(), *self.runs.values()))
+        theirs = dict(zip(self.own, trained(stock, None, *self.own.values()), strict=True))
         own_errors = {}
         for name, steps in theirs.items():
             self.check(same(steps, next(found)), f"{place}, {name} without our flags is not stock")
@@ -320,6 +324,7 @@ class Report:
 
 def _train(
     use: Callable[[str], None],
+    adapt: Callable[[], None] | None,
     train: Callable[..., list[Step]],
     checkout: str,
     cp: int,
@@ -331,6 +336,8 @@ def _train(
     from tests.host import gpt
 
     use(checkout)
+    if adapt is not None:
+        adapt()
     gpt.initialize(cp)
     gpt.VOCAB = vocab
     found = []
