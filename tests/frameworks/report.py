@@ -269,9 +269,9 @@ class Report:
             # The first rank's: after the reduction it is the same on all.
             return run_host_ranks(_train, 2, *given, timeout=300.0)[0]
 
-        stock, changed = self.checkouts
-        found = iter(trained(changed, self.adapt, *self.own.values(), *self.runs.values()))
-        theirs = dict(zip(self.own, trained(stock, None, *self.own.values()), strict=True))
+        stock_checkout, our_checkout = self.checkouts
+        found = iter(trained(our_checkout, self.adapt, *self.own.values(), *self.runs.values()))
+        theirs = dict(zip(self.own, trained(stock_checkout, None, *self.own.values()), strict=True))
         own_errors = {}
         for name, steps in theirs.items():
             self.check(same(steps, next(found)), f"{place}, {name} without our flags is not stock")
