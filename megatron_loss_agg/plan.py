@@ -301,6 +301,11 @@ class StepPlan:
         return self.microbatches[self._index(i)]
 
 
+def plan_of_first_term(plans: Mapping[str, StepPlan]) -> StepPlan:
+    """The plan of the term whose tokens Megatron counts."""
+    return next(iter(plans.values()))
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """The token sequences of one microbatch from which losses by sample are computed."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 
 
 def prints_first_line(call: Call) -> bool:
@@ -31,7 +31,7 @@ def first_line(
     parts = [terms_in_words(terms)]
     for plan in plans.values():
         parts.append(formula(plan.aggregation, plan.counts.tokens, plan.counts.across))
-    first = next(iter(plans.values()))
+    first = plan_of_first_term(plans)
     parts.append(_step(call, first))
     is_packed = any(shape.starts is not None for shape in first.shapes)
     if call.groups.cp_size > 1 and is_packed:

@@ -18,7 +18,7 @@ from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.split import gathered, has_tokens, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import holds_integers
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
 
@@ -208,7 +208,7 @@ def _of_token_loss(
     names = [*plans]
     is_whole = loss_function.gather is not None
     if loss_function.gather is not None:
-        shape = plans[names[0]].shapes[i]
+        shape = plan_of_first_term(plans).shapes[i]
         values = loss_function.gather(output)
         output = _for_each_tensor(lambda x: gathered(x, shape, split, call.groups), values)
     losses, report = losses_and_report(loss_function.compute(output))
@@ -224,8 +224,8 @@ def _of_token_loss(
         mask = _constant(masks[name])
         check_one_loss_per_token(of_name, mask, "a TokenLoss")
         terms[name] = TermLosses(of_name, mask, is_whole)
-    reports = [] if loss_function.report is None else [(loss_function.report, [*terms])]
-    return ScriptLosses(terms, report, reports, is_gathered=is_whole)
+    further = _further_reports(loss_function, terms)
+    return ScriptLosses(terms, report, further, is_gathered=is_whole)
 
 
 def _of_sample_loss(
@@ -237,7 +237,6 @@ def _of_sample_loss(
     output: Any,
 ) -> ScriptLosses:
     names = [*plans]
-    first = plans[names[0]]
     sequence_mask_sum = None
     if loss_function.per_token is None:
         if call.groups.cp_size > 1:
@@ -247,7 +246,7 @@ def _of_sample_loss(
             )
         losses, report = losses_and_report(loss_function.compute(output))
     else:
-        sequences = first.sequences[i]
+        sequences = plan_of_first_term(plans).sequences[i]
         if sequences is None or any(plans[name].sequences[i] is None for name in names):
             raise DataError(
                 "SampleLoss(per_token=) needs the token sequences of its microbatch, and got none. Read "
@@ -275,8 +274,14 @@ def _of_sample_loss(
             )
         ones = torch.ones(of_name.shape, dtype=at_least_fp32(of_name.dtype), device=of_name.device)
         terms[name] = TermLosses(of_name, ones, True, sequence_mask_sum)
-    reports = [] if loss_function.report is None else [(loss_function.report, [*terms])]
-    return ScriptLosses(terms, report, reports)
+    return ScriptLosses(terms, report, _further_reports(loss_function, terms))
+
+
+def _further_reports(
+    loss_function: TokenLoss | SampleLoss, terms: Mapping[str, TermLosses]
+) -> list[tuple[Report, Sequence[str]]]:
+    """The script's function of losses and weights, with the names of its terms, if it has one."""
+    return [] if loss_function.report is None else [(loss_function.report, [*terms])]
 
 
 def _of_stock_function(
@@ -440,7 +445,7 @@ def check_packing(packing: Any, plans: Mapping[str, StepPlan], i: int, cp_size: 
             f"local_cp_size={local_cp_size}. Drop --hybrid-context-parallel or "
             "--dynamic-context-parallel."
         )
-    plan = next(iter(plans.values()))
+    plan = plan_of_first_term(plans)
     sequences = plan.sequences[i]
     shape = plan.shapes[i] if sequences is None else sequences.shape
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())

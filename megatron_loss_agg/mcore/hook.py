@@ -74,7 +74,7 @@ from megatron_loss_agg.mcore.reports import (
 )
 from megatron_loss_agg.mcore.split import SPLITS
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
-from megatron_loss_agg.plan import StepPlan, plan_step
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 Plans = Mapping[str, StepPlan]
@@ -360,7 +360,7 @@ class LossHook:
             )
         records.sums[i] = sums
 
-        first = _plan_of_first_term(plans)
+        first = plan_of_first_term(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         if self.reports_total and len(parts) == len(self.terms):
             reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
@@ -576,11 +576,6 @@ class _Records:
     depend_on_split: set[int] = field(default_factory=set)  # microbatches
     tokens: FirstTokens | None = None
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # of the model's calls
-
-
-def _plan_of_first_term(plans: Plans) -> StepPlan:
-    """The plan of the term whose tokens Megatron counts."""
-    return next(iter(plans.values()))
 
 
 def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 _LARGE = 2.0**30
@@ -61,7 +61,7 @@ class MicrobatchLoss:
 
     def pair(self, part: Tensor, denominator: float = 1.0) -> Tensor:
         """[2]: this rank's part of a sum over the step, as Megatron reduces it."""
-        return report_pair(self.call, next(iter(self.plans.values())), part, denominator)
+        return report_pair(self.call, plan_of_first_term(self.plans), part, denominator)
 
 
 def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0) -> Tensor:

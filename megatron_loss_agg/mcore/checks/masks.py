@@ -76,10 +76,7 @@ def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool
     if is_first_step:
         sizes = all_gather(torch.tensor([len(numbers)]), call.groups.cp)
         if bool((sizes != len(numbers)).any()):
-            raise DataError(
-                "all context-parallel ranks must read the same batches, got different numbers of "
-                "samples or masks. Split every batch by sequence, not by sample."
-            )
+            raise _other_batches()
     if call.groups.cp_size > 1:
         numbers = for_backend(numbers, call.groups.cp)
         dist.all_reduce(numbers, group=call.groups.cp)
@@ -200,10 +197,7 @@ def check_tokens(
         )
         of_ranks = gather_objects(lambda: mine, call.groups.cp, "comparing tokens")
         if any(x.offsets != mine.offsets for x in of_ranks):
-            raise DataError(
-                "all context-parallel ranks must read the same batches, got different samples or "
-                "masks. Split every batch by sequence, not by sample."
-            )
+            raise _other_batches()
         splits = {
             i: _common_splits(i, [x for rank in of_ranks if (x := rank.findings[i]) is not None])
             for i in inputs
@@ -217,6 +211,13 @@ def check_tokens(
 
     (fitting,) = broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
     return fitting
+
+
+def _other_batches() -> DataError:
+    return DataError(
+        "all context-parallel ranks must read the same batches, got different samples or masks. Split "
+        "every batch by sequence, not by sample."
+    )
 
 
 def check_split_was_verified(

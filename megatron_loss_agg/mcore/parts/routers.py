@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.call import Call, replaced
+from megatron_loss_agg.plan import plan_of_first_term
 
 if TYPE_CHECKING:
     from megatron_loss_agg.mcore.hook import LossHook
@@ -118,7 +119,7 @@ def _planned_tokens(hook: LossHook, call: Call) -> RoutedTokens:
 
     def of_plan() -> RoutedTokens:
         assert hook.plans is not None  # on the last stage
-        plan = next(iter(hook.plans.values()))
+        plan = plan_of_first_term(hook.plans)
         end = call.first_index + call.scale.num_microbatches
         of_call = plan.positions[call.first_index : end]
         return RoutedTokens(of_call, plan.counts.positions, plan.counts.model_tokens)
