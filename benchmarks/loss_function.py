@@ -1,4 +1,4 @@
-"""What a microbatch's loss costs: the script's loss function in the hook, and in stock Megatron.
+"""The cost of a microbatch's loss: the script's function in the hook, and in stock Megatron.
 
 Both are called by Megatron's own schedule code, which also scales what they return. The hook's time
 is that from the schedule's begin to the hook's return, with its checks and reports, and without the

@@ -87,7 +87,7 @@ def _file_of(frame: FrameType) -> str:
 
 
 def watched_step() -> Watch:
-    """What the hook does in one step."""
+    """The Python calls of the hook in one step."""
     with megatron.groups():
         ddp, data = megatron.build(TINY, STEP.length), megatron.batches(TINY, STEP)
         training = Training(True, ddp, STEP, data)

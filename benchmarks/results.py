@@ -75,7 +75,7 @@ class Results:
         beside.replace(self.path)
 
     def rounds(self, number: int) -> int:
-        """How often to measure what is measured ``number`` times."""
+        """The number of measurements of a figure that is measured ``number`` times."""
         return 1 if self.quick else number
 
     def seconds(self, function: Work) -> float:

@@ -1,4 +1,4 @@
-"""What is measured: shapes, seeds and goals, all of them here."""
+"""The shapes, seeds and goals of all measurements."""
 
 from __future__ import annotations
 

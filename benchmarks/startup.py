@@ -1,4 +1,4 @@
-"""What the plugin adds before the first step: imports, measuring Megatron's scaling, and checks."""
+"""The time before the first step: imports, measuring Megatron's scaling, and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hook adds to a training step on the real Megatron-Core, and how that grows."""
+"""The time that the hook adds to a training step on the real Megatron-Core, by its size."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Source:
                     yield name, " ".join(text.split())
 
     def _texts(self, message: ast.expr) -> list[str]:
-        """What ``message`` may be, with `…` for what is filled in; empty if it is no string."""
+        """The possible texts of ``message``, with `…` for parts filled in; empty if it is no string."""
         if isinstance(message, ast.Call) and isinstance(message.func, ast.Name):
             function = self._functions.get(message.func.id)
             nodes = ast.walk(function) if function is not None else ()

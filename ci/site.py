@@ -1,4 +1,4 @@
-"""What MkDocs is told beside mkdocs.yml: the README as first page, formulas, colours of code.
+"""Settings of MkDocs beside mkdocs.yml: the README as first page, formulas, colours of code.
 
 A page of the site loads nothing from elsewhere: formulas become SVG here, and Pygments' colours two
 style sheets, for the theme's two colour schemes.

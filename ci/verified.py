@@ -40,7 +40,7 @@ def passed(case: ElementTree.Element) -> bool:
 
 
 def held(results: list[bool]) -> str:
-    """How many hold; and of how many, if not all."""
+    """The number that hold; and of how many, if not all."""
     return str(len(results)) if all(results) else f"{sum(results)}/{len(results)}"
 
 

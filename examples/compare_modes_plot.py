@@ -75,7 +75,7 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
 
 
 def shares(steps: int) -> str:
-    """How the sum of all weights is divided between the classes, as a table: means over steps."""
+    """Each class's share of the sum of all weights, as a table: means over steps."""
     data = PackedPairs("train", packs=steps * PACKS, seq_length=SEQ_LENGTH, pad_to=2)
     sums = {mode: dict.fromkeys(CLASSES, 0.0) for mode in SHARES}
     for step in range(steps):

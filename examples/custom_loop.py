@@ -86,7 +86,7 @@ def my_microbatches(whole: Batch) -> list[Batch]:
 
 
 def prompt_mean_gradient(model: GPTModel, whole: Batch) -> list[Tensor]:
-    """What the step's gradient must be, written out: one process, no microbatches."""
+    """The true gradient of the step, written out: one process, no microbatches."""
     whole = {key: value.cuda() for key, value in whole.items()}
     losses, mask = token_losses(logits_of(model, whole), whole), whole["loss_mask"]
     means = []

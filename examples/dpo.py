@@ -96,7 +96,7 @@ def my_microbatches(whole: Batch) -> list[Batch]:
 
 
 def prompt_mean_gradient(model: Any, whole: Batch) -> list[Tensor]:
-    """What the step's gradient must be, written out: one process, no microbatches."""
+    """The true gradient of the step, written out: one process, no microbatches."""
     losses, prompt = pair_losses(whole_log_probs(model, whole), whole), whole["prompt_ids"]
     means = [losses[prompt == p].mean() for p in range(PROMPTS)]
     return list(torch.autograd.grad(torch.stack(means).mean(), list(model.parameters())))

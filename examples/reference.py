@@ -1,4 +1,4 @@
-"""What an optimizer step's gradient should be: one process, fp64, plain loops over the samples.
+"""The true gradient of an optimizer step: one process, fp64, plain loops over the samples.
 
 Nothing here comes from `megatron_loss_agg`, from the packing, or from any parallelism: every
 sample goes through the model alone and unpadded, attention is written out, and each average is

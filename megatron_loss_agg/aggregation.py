@@ -67,7 +67,7 @@ _COUNTABLE = ("sample", "rollout", "prompt", "dataset")
 
 @dataclass(frozen=True)
 class LossAggregation:
-    """How the token losses of one whole optimizer step are reduced to one number.
+    """A reduction of the token losses of one whole optimizer step to one number.
 
     ``L = sum_t w_t * loss_t`` over all microbatches and data-parallel ranks of the step, with
     ``w_t = m_t / (divisor * M_within * C * N_across)``; see `MODES`. A group without active tokens
@@ -81,7 +81,7 @@ class LossAggregation:
 
     _: KW_ONLY
     mode: str
-    """What the mean is over: a name of the table in docs/modes.md."""
+    """The unit of the mean: a name of the table in docs/modes.md."""
     divisor: float | None = None
     """D of `constant` and `sum`, in tokens."""
     empty: str = "count"
@@ -104,7 +104,7 @@ class LossAggregation:
     function: Callable[..., Any] | None = None
     """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
     name: str | None = field(default=None, compare=False, repr=False)
-    """What `label` shows, if not the mode; `preset` sets it to the preset's name."""
+    """The `label`, if not the mode; `preset` sets it to the preset's name."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -280,7 +280,7 @@ class Term:
     """
 
     aggregation: LossAggregation
-    """How its token losses are reduced."""
+    """The reduction of its token losses."""
     multiplier: float = 1.0
     """Multiplies the term in the loss, but not in its report."""
 
@@ -327,14 +327,14 @@ def _are_levels(levels: Any) -> bool:
 
 
 def _known_modes(name: object) -> str:
-    """What to write instead of an unknown mode."""
+    """Advice on an unknown mode."""
     if name in PRESETS:
         return f"It is a preset: write LossAggregation.preset({name!r})."
     return f"{_did_you_mean(name, MODES)}Choose one of {', '.join(MODES)}."
 
 
 def _known_presets(name: str) -> str:
-    """What to write instead of an unknown preset."""
+    """Advice on an unknown preset."""
     system, _, of_system = name.partition("/")
     presets = presets_of(system)
     if not presets:

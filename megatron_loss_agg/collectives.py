@@ -19,13 +19,13 @@ _T = TypeVar("_T")
 
 
 class Failure(NamedTuple):
-    """What a rank that failed sends instead of its own part."""
+    """Sent by a rank that failed, instead of its own part."""
 
     error: str
 
 
 def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doing: str) -> list[_T]:
-    """What ``mine`` returns on each rank of ``group``, in rank order; all ranks must call.
+    """The results of ``mine`` on all ranks of ``group``, in rank order; all ranks must call.
 
     Args:
         mine: returns an object that can be pickled.
@@ -96,7 +96,7 @@ def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Itera
 def broadcast_result(
     make: Callable[[], _T], group: dist.ProcessGroup, source: int, doing: str = "planning the step"
 ) -> _T:
-    """What ``make`` returns on rank ``source`` of ``group``, on all of its ranks; all must call.
+    """The result of ``make`` on rank ``source`` of ``group``, on all of its ranks; all must call.
 
     Args:
         doing: what the source is doing, for the error.

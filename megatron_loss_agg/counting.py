@@ -76,7 +76,7 @@ class Samples:
         vars(self).update(tensors, ids=ids)
 
     def groups(self, unit: Unit) -> Groups:
-        """How the samples fall into groups.
+        """The groups of ``unit`` among the samples.
 
         Raises:
             DataError: some microbatch has no ids of that unit.
@@ -97,7 +97,7 @@ class Samples:
 
 
 class Groups(NamedTuple):
-    """How samples fall into groups."""
+    """The group of each sample."""
 
     ids_G: Tensor  # int64, sorted and distinct
     group_S: Tensor  # int64: index of each sample's group

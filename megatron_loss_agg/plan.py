@@ -52,7 +52,7 @@ class StepPlan:
     """
 
     aggregation: LossAggregation
-    """What it was made for."""
+    """The aggregation of the step."""
     counts: StepCounts
     """Over all microbatches of all ranks."""
     sizes: Sequence[int]

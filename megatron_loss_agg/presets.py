@@ -139,7 +139,7 @@ PRESETS: dict[str, Preset] = {
 """``system/its own name`` -> the aggregation with that system's formula."""
 
 SYSTEMS = tuple(dict.fromkeys(name.partition("/")[0] for name in PRESETS))
-"""What stands before the slash."""
+"""The part before the slash."""
 
 
 def presets_of(system: str) -> list[str]:

@@ -120,7 +120,7 @@ class Min:
 
 
 Metric = Mean | Sum | Max | Min
-"""What `reduce_reports` reduces."""
+"""The metrics that `reduce_reports` reduces."""
 
 _OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
     Mean: torch.sum,
@@ -128,7 +128,7 @@ _OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
     Max: torch.amax,
     Min: torch.amin,
 }
-"""What reduces the fields of several metrics of a kind: [metrics, fields] -> [fields]."""
+"""A reduction of several metrics of one kind: [metrics, fields] -> [fields]."""
 
 
 def reduce_reports(

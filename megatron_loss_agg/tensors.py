@@ -32,7 +32,7 @@ def is_plain(x: object) -> TypeGuard[Tensor]:
 
 
 def described(x: object) -> str:
-    """What ``x`` is, for an error."""
+    """``x`` in words, for an error."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
     return f"a {x.dtype} tensor of shape {tuple(x.shape)}"

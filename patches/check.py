@@ -38,7 +38,7 @@ def touched(patch: Path) -> list[str]:
 
 
 def name_of(patch: Path) -> str:
-    """What ``patch`` is for."""
+    """The framework that ``patch`` is for."""
     return patch.parent.name
 
 

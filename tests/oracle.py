@@ -50,7 +50,7 @@ def samples_of(step: Step) -> Iterator[tuple[Place, Sample]]:
 
 
 def key_of(unit: str, place: Place, sample: Sample) -> Hashable:
-    """What identifies the unit (all, sample, prompt, ...) a sample belongs to."""
+    """The unit (all, sample, prompt, ...) that a sample belongs to."""
     rank, microbatch, _ = place
     return {
         "all": "the only one",

@@ -121,7 +121,7 @@ def test_every_block_is_of_a_known_language_and_no_command_is_outside_of_one() -
 
 
 def given_names() -> dict[str, Any]:
-    """What the pages' Python takes as given: a loop's own model, batches and forward step."""
+    """Names that the pages' Python does not define: a loop's own model, batches and forward step."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -295,7 +295,7 @@ def _train(options: Options) -> None:
 
 
 def _sample(options: Options) -> tuple[Any, Any, Any]:
-    """What an untrained model samples on this rank: tokens, and their log-probabilities."""
+    """Samples of an untrained model on this rank: tokens, and their log-probabilities."""
     from examples.grpo import model, rollout
 
     model.start(options)

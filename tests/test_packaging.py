@@ -1,4 +1,4 @@
-"""What is published: the sources, the wheel and its metadata; and what is pinned and executable."""
+"""The published files: the sources, the wheel and its metadata; and pins and file modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(
 
 
 def run(*command: object, cwd: Path = Path(os.sep)) -> str:
-    """What the command prints; it must succeed, and sees nothing of this checkout."""
+    """The output of the command, which must succeed, and sees nothing of this checkout."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True
@@ -58,7 +58,7 @@ def build(folder: Path, repository: str = "") -> Path:
 
 
 def new_environment(folder: Path) -> Path:
-    """Where its packages go."""
+    """The folder of its packages."""
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     return site

@@ -197,7 +197,7 @@ def start(checkout: Path, extras: str, **variables: str) -> subprocess.Popen[str
 
 
 def environment(checkout: Path, extras: str, **variables: str) -> str:
-    """What the script says beside the interpreter's path; nothing where all was there."""
+    """The script's output beside the interpreter's path; empty where all was there."""
     running = start(checkout, extras, **variables)
     printed, said = running.communicate(timeout=60)
     assert running.returncode == 0, said

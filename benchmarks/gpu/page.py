@@ -25,7 +25,7 @@ def summary(n: Counter[str]) -> str:
 
 
 def paths(out: Path, dry: bool, whole: bool) -> list[Path]:
-    """Where the page goes; into the docs only with every part of a real run."""
+    """The page's path; in the docs only with every part of a real run."""
     return [out / "gpu.md", PAGE] if whole and not dry else [out / "gpu.md"]
 
 

@@ -25,7 +25,7 @@ OWN = ("benchmarks", "megatron_loss_agg", "tests")
 
 
 def run(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
-    """What the part found, whatever became of it; ``seconds`` may be less than it is due."""
+    """The part's result, also if it failed; ``seconds`` may be less than it is due."""
     begin, path = time.monotonic(), folder / f"{name}.json"
     path.unlink(missing_ok=True)
     rows: dict[str, Any] = {"figures": [], "could_not_run": [], "failed": []}

@@ -82,7 +82,7 @@ def _times(
 
 
 def waits(results: Results, seconds: float) -> None:
-    """How often a step waits, as torch's own check counts it; it sees no collectives."""
+    """The waits of a step, as torch's own check counts them; it sees no collectives."""
     with megatron.groups(gpu=not results.quick):
         gpt, step = (TINY, results.shapes.step) if results.quick else GPU_WAITS
         ddp, on_cpu = megatron.build(gpt, step.length, bf16=True), megatron.batches(gpt, step)
@@ -100,7 +100,7 @@ def waits(results: Results, seconds: float) -> None:
 
 
 def _waits(training: Training) -> collections.Counter[str]:
-    """How often a line waits, in the third step."""
+    """The waits of each line in the third step."""
     training.run()
     training.run()
     torch.cuda.synchronize()

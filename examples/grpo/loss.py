@@ -1,4 +1,4 @@
-"""What is trained on: the forward step for Megatron's schedule, and the losses with their hooks."""
+"""The forward step for Megatron's schedule, and the losses with their hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON and TensorBoard scalars a step, and a progress bar."""
+"""The metrics of a run: a line of JSON and TensorBoard scalars a step, and a progress bar."""
 
 from __future__ import annotations
 

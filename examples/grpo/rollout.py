@@ -36,7 +36,7 @@ class Rollouts:
         return Rollouts(**{name: value[which] for name, value in vars(self).items()})
 
     def fields(self) -> dict[str, Tensor]:
-        """What a microbatch carries for each token, [rows, width]."""
+        """A microbatch's values for each token, [rows, width]."""
         return {
             "tokens": self.tokens,
             "loss_mask": self.loss_mask,

@@ -117,7 +117,7 @@ class BatchFlags(NamedTuple):
 
     @property
     def divisor(self) -> str:
-        """What a token's mask is divided by."""
+        """The denominator of a token's mask."""
         return "M_all" if self.calculate_per_token_loss else f"(M_part * {self.parts})"
 
 

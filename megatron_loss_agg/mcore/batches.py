@@ -282,7 +282,7 @@ def _rows_of_offsets(key: str, offsets: Any, mask: Tensor) -> Tensor:
 
 
 def _repetitions_of_last(offsets: Tensor) -> int:
-    """How many offsets at the end of a row repeat the one before them."""
+    """The number of offsets at the end of a row that repeat the one before them."""
     _, run_lengths = offsets.unique_consecutive(return_counts=True)
     return int(run_lengths[-1:].sum()) - 1
 

@@ -1,4 +1,4 @@
-"""What a script's forward step returns: losses of tokens or samples, which the hook reduces."""
+"""The results of a script's forward step: losses of tokens or samples, which the hook reduces."""
 
 from __future__ import annotations
 
@@ -500,7 +500,7 @@ def _results(results: Any) -> str:
 
 
 def _version(x: Any) -> int | None:
-    """How often a tensor was written to; inference tensors do not count it."""
+    """The number of writes to a tensor; inference tensors do not count them."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
 
 

@@ -15,7 +15,7 @@ from megatron_loss_agg.weighted_sum import weights_of_tokens
 def starts_on_rank(
     plan: StepPlan, i: int, term: TermLosses, call: Call, split: str
 ) -> Tensor | None:
-    """Where each sample of microbatch ``i`` begins among the tokens with losses; None: rows."""
+    """The start of each sample of microbatch ``i`` among the tokens with losses; None: rows."""
     shape = plan.shapes[i]
     check_local_mask(term.mask, shape, call.groups.cp_size, term.is_whole)
     if term.is_whole:

@@ -73,7 +73,7 @@ def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1
 
 
 def denominator_of(plan: StepPlan) -> float:
-    """What the aggregation divides by, over one whole call of the schedule.
+    """The denominator of the aggregation, over one whole call of the schedule.
 
     ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones
     under ``empty="skip"``. Both with sample weights, where they count. ``sum`` and ``custom``: 1.

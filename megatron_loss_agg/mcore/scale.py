@@ -1,4 +1,4 @@
-"""What Megatron multiplies a loss by, and the number that undoes it.
+"""Megatron's scaling of a loss, and the number that undoes it.
 
 With ``n_mb`` microbatches, ``d`` data-parallel and ``c`` context-parallel ranks, Megatron-Core 0.13
 to 0.19 multiplies the gradient of what a loss function returns, summed over ranks, by:
@@ -54,7 +54,7 @@ class MegatronScale:
     def returned(
         self, loss: Tensor, num_tokens: int, total_tokens: int, report: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """What a loss function returns so that the gradient is that of ``loss``, summed.
+        """The results of a loss function that make the gradient that of ``loss``, summed.
 
         Args:
             num_tokens: token count that this rank returns to Megatron for the microbatch. It must be

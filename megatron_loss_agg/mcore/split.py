@@ -1,4 +1,4 @@
-"""How tokens lie on context-parallel ranks: a declared split, and sums and gathers under it.
+"""The split of tokens over context-parallel ranks, and sums and gathers under it.
 
 ============ ==============================================================================
 split        a rank holds
@@ -41,7 +41,7 @@ def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) ->
 
 
 def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> Tensor | None:
-    """Where each sample of a pack begins among this rank's tokens; None: rows.
+    """The start of each sample of a pack among this rank's tokens; None: rows.
 
     int64 [samples + 1], on the CPU. In every split the samples are in the order of the pack.
     """

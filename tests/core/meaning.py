@@ -76,7 +76,7 @@ def microbatch_of(given: Mapping[str, Any]) -> Microbatch:
 
 
 def cp_layout(given: Mapping[str, Any], cp: int, rank: int) -> CPLayout:
-    """How a context-parallel rank sees a microbatch."""
+    """A microbatch as a context-parallel rank sees it."""
     if "cu_seqlens" not in given:
         return CPLayout.bshd(given["loss_mask"].shape[-1], cp, rank)
     return CPLayout.thd(given.get("cu_seqlens_padded", given["cu_seqlens"]), cp, rank)

@@ -1,4 +1,4 @@
-"""What calls do to tensors, by the name of each operation: tests count, and need not time."""
+"""The tensor operations of calls, by name: tests count, and need not time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn: valid inputs, and by name what is done to them so that they may be refused."""
+"""Drawn inputs, valid ones; and by name the changes after which they must be refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ masks = st.one_of(
 ids = st.one_of(st.sampled_from(IDS), st.integers(-(2**63), 2**63 - 1))
 sample_weights = st.sampled_from([0.0, 0.25, 1.0, 3.5])
 EXTREMES = (math.nan, math.inf, -math.inf, 3e38, -3e38, 1.7e308, 1e-40, 1.0)
-"""What may lie where nothing counts."""
+"""Values that may lie where nothing counts."""
 ANYTHING = st.sampled_from(EXTREMES)
 
 

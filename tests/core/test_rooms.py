@@ -1,4 +1,4 @@
-"""What imports what: the core and explain without Megatron, rooms, and frozen public names."""
+"""Imports: the core and explain without Megatron, the rule on rooms, and frozen public names."""
 
 from __future__ import annotations
 

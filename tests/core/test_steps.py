@@ -69,12 +69,12 @@ class Drawn:
     masks_by_term: tuple[int, ...] = ()  # ranks that give a microbatch for each term
 
     def on(self, rank: int) -> list[dict[str, Any]]:
-        """What a rank is given, with its changes."""
+        """The inputs of a rank, with its changes."""
         how = self.changes if rank == self.where else {}
         return [with_changes(x, how) for x in self.given[rank]]
 
     def run(self, rank: int, group: Any) -> dict[str, StepPlan]:
-        """What a loop does on one rank."""
+        """The loop of one rank."""
         how = self.changes if rank == self.where else {}
         try:
             terms = {
@@ -138,7 +138,7 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
 
 
 def overwritten(step: Drawn, rank: int) -> None:
-    """What a loader may do with its batches once they were planned."""
+    """A loader's later use of its batches, once they were planned."""
     for microbatch in step.given[rank]:
         for x in microbatch.values():
             if isinstance(x, torch.Tensor):
@@ -146,7 +146,7 @@ def overwritten(step: Drawn, rank: int) -> None:
 
 
 def outcome(step: Drawn, rank: int, group: Any = None) -> Any:
-    """What a data-parallel rank has alike with all others, or the error that it raised.
+    """The results that all data-parallel ranks must share, or the error that this one raised.
 
     Its plans are exact.
     """
@@ -173,7 +173,7 @@ def outcome(step: Drawn, rank: int, group: Any = None) -> Any:
 
 
 def told(plans: dict[str, StepPlan]) -> list[Any]:
-    """What must be the same on all ranks."""
+    """The part that must be the same on all ranks."""
     aggregations = {name: plan.aggregation for name, plan in plans.items()}
     means = [(x.mode, x.path, x.across, x.within, x.inverse_divisor) for x in aggregations.values()]
     options = [(x.empty, x.rejected, x.sample_weights) for x in aggregations.values()]
@@ -451,7 +451,7 @@ DEFECTS: dict[str, tuple[Call, Call, str, str]] = {
 
 
 def heard_on_ranks() -> list[str]:
-    """What this rank hears in each case, where rank 1 does what is wrong."""
+    """The error of this rank in each case, where rank 1 fails."""
     rank, world, heard = dist.get_rank(), dist.group.WORLD, []
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     for bad, good, *_ in (*DIFFERENT.values(), *DEFECTS.values()):

@@ -1,4 +1,4 @@
-"""What the tests of all frameworks share.
+"""Shared by the tests of all frameworks.
 
 A framework's own code makes an optimizer step, or two, of a real GPT over gloo ranks. The gradient
 of every parameter, and what is reported, is compared with one fp64 process that runs every sample
@@ -75,7 +75,7 @@ def attempt(
     *args: Any,
     errors: type[Exception] | tuple[type[Exception], ...] = Exception,
 ) -> Any:
-    """What ``call`` returns; or "Name: text" of what it raised, if that is one of ``errors``."""
+    """The result of ``call``; or "Name: text" of its error, if that is one of ``errors``."""
     try:
         return call(*args)
     except errors as error:
@@ -115,7 +115,7 @@ def page(framework: str) -> str:
 
 
 def run_in_bash(command: str, **environment: str) -> str:
-    """What a command of a page prints, which must succeed; with this Python's programs."""
+    """The output of a page's command, which must succeed; with this Python's programs."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-ec", command],

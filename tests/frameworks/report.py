@@ -1,4 +1,4 @@
-"""What a framework for RL is held to: its batch, its runs, and the errors of each.
+"""The comparison of a framework for RL: its batch, its runs, and the errors of each.
 
 A run is a training of two copies of the framework, which may be the same: as it is; and with our
 adapter in the processes that train, and a seam's patch where it has one.

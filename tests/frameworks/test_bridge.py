@@ -27,7 +27,7 @@ STOCK = "stock"
 
 
 class Case(NamedTuple):
-    """How two ranks divide the step: each has half of the samples, or of every sample."""
+    """The division of the step over two ranks: each has half of the samples, or of every sample."""
 
     layout: str
     cp: int
@@ -57,7 +57,7 @@ run = functools.partial(run_ranks, preload="tests.frameworks.bridge_recipe")
 
 
 def on_ranks(arguments: list[str], modes: tuple[str, ...] = (STOCK, *MODES)) -> dict[str, Any]:
-    """What this rank sees in each mode."""
+    """The results of this rank in each mode."""
     from megatron_loss_agg.launch.flags import VARIABLE
     from megatron_loss_agg.launch.install import install
     from tests.frameworks import bridge_recipe
@@ -75,7 +75,7 @@ def on_ranks(arguments: list[str], modes: tuple[str, ...] = (STOCK, *MODES)) -> 
 
 @functools.cache
 def trained(case: Case) -> list[dict[str, Any]]:
-    """What both ranks see, by mode."""
+    """The results of both ranks, by mode."""
     return run(on_ranks, 2, case.arguments)
 
 

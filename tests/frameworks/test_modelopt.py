@@ -102,7 +102,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
 
 @functools.cache
 def seen(name: str) -> tuple[dict[str, float], list[Any]]:
-    """What is expected of the step that is exact, and what all ranks see."""
+    """The expected results of the exact step, and those of all ranks."""
     topology = TOPOLOGIES[name]
     whole, numbers = expected(topology.data_parallel_size, name == "dp1")
     return numbers, run_host_ranks(on_host, topology.world_size, name, whole)

@@ -148,7 +148,7 @@ def dry_run(out: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
 
 
 def ended(out: Path, ending: str) -> dict[str, Any]:
-    """What is found of a part of `tried`."""
+    """The findings of a part of `tried`."""
     part = Part(f"{__name__}:tried", 60, ranks=2 if "two" in ending else 1)
     return runner.run(ending, part, True, 15.0 if ending == "hangs" else 60.0, out)
 

@@ -91,7 +91,7 @@ class Case:
 
     @property
     def loss(self) -> tuple[Any, ...]:
-        """What decides the loss of the step: equal for cases that are run in another way."""
+        """The values that decide the loss of the step: equal for cases that are run in another way."""
         return self.mode, tuple(self.options.items()), self.masks, self.places
 
     @property
@@ -235,7 +235,7 @@ def evaluate(
     hook: Any,
     averages_quotients: bool = False,
 ) -> dict[str, float]:
-    """What Megatron's ``evaluate`` makes of the reports of calls, each of other samples."""
+    """The result of Megatron's ``evaluate`` for the reports of calls, each of other samples."""
     schedule = hook.wrap(pipeline_parallel.get_forward_backward_func())  # of one evaluation
     way = {"hooked": False, "call": {"forward_only": True, "schedule": schedule}}
     of_calls = [take(replace(case, places=x, **way), topology, chunks) for x in calls]

@@ -300,14 +300,14 @@ def local_batch(data_iterator: Iterator[Any] | None) -> Part:
 
 
 def outputs(batch: dict[str, Any], model: Any, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model makes of this rank's part of the batch; and its labels and mask."""
+    """The model's output for this rank's part of the batch; and its labels and mask."""
     tokens, labels, mask, packed = part_of(batch)
     arguments = {"packed_seq_params": packed, **given}
     return model(tokens, positions_like(tokens), None, **arguments), labels, mask
 
 
 def positions_like(tokens: Tensor) -> Tensor:
-    """What a model without position embeddings only takes for its shape."""
+    """Positions, of which a model without position embeddings takes only the shape."""
     return torch.arange(tokens.shape[1]).expand_as(tokens)
 
 

@@ -43,7 +43,7 @@ def initial_value(name: str, parameter: Parameter, gated: bool = False) -> Tenso
 
 
 def part_of(whole: Tensor, parameter: Parameter, gated: bool = False) -> Tensor:
-    """What of ``whole``, which belongs to the undivided parameter, belongs to this rank's.
+    """This rank's part of ``whole``, which belongs to the undivided parameter.
 
     Args:
         gated: the parameter is a gate and, behind it, a projection, each of which is divided.

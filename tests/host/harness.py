@@ -45,7 +45,7 @@ SP = {"sequence_parallel": True}
 
 @dataclass(frozen=True)
 class Topology:
-    """How many ranks run which model, and how it is divided over them."""
+    """The number of ranks, their model, and its division over them."""
 
     world_size: int
     sizes: dict[str, int] = field(default_factory=dict)  # of the groups, under Megatron's names
@@ -145,7 +145,7 @@ def _run(module: str, test: str, name: str) -> None:
 
 
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
-    """What the call raised, as "Name: text"; None if nothing."""
+    """The error of the call, as "Name: text"; None if it raised none."""
     try:
         call(*args, **kwargs)
     except (Exception, KeyboardInterrupt) as error:
@@ -154,5 +154,5 @@ def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
 
 
 def one_or_all(values: list[Any]) -> Any:
-    """What the host takes of several model chunks: a list; of one, itself."""
+    """Model chunks as Megatron takes them: a list of several; one by itself."""
     return values if len(values) > 1 else values[0]

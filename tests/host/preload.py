@@ -1,4 +1,4 @@
-"""What a rank of the host tests finds imported; importing it changes torch for the process."""
+"""The imports of every rank of the host tests; they change torch for the process."""
 
 from __future__ import annotations
 

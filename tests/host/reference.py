@@ -1,4 +1,4 @@
-"""What every aggregation is compared with: one fp64 process that runs every sample alone.
+"""The reference of every aggregation: one fp64 process that runs every sample alone.
 
 A loss is linear in the token losses, so the gradient of every token's loss says everything: the
 gradient of ``sum w * loss`` is ``sum w * gradient`` for any weights.

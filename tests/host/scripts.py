@@ -1,4 +1,4 @@
-"""What users' scripts do with masks, losses and the model, right and wrong."""
+"""Users' scripts, right and wrong, by their masks, losses and calls of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_loss_agg.mcore import TokenLoss
 from tests.host import gpt
 
 Form = Callable[[Tensor, Tensor], tuple[Any, Any]]
-"""What a forward step returns, of the losses and the mask of this rank's tokens."""
+"""A forward step's result, from the losses and the mask of this rank's tokens."""
 
 
 def returning(form: Form, iterator: Any, model: Any) -> Any:

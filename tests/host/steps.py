@@ -155,7 +155,7 @@ def batch_of(chosen: list[Sequence], layout: str) -> dict[str, Any]:
 
 
 def padding_microbatch() -> dict[str, Any]:
-    """What evens out the number of microbatches: tokens for the model, and no sample."""
+    """Padding that evens out the number of microbatches: tokens for the model, and no sample."""
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     mask = torch.zeros(1, 4, dtype=torch.float64)
     return {

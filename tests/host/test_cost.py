@@ -1,4 +1,4 @@
-"""What the hook adds to a step of the real host, counted; and the line of the log that says it."""
+"""The operations that the hook adds to a real step, counted; and the line of the log that says it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_number_of_samples_costs_the_same_no_wait_and_two_collectives(name: 
 
 
 def bytes_before_the_schedule(samples: int) -> int:
-    """What is broadcast of the step's plan."""
+    """The broadcast part of the step's plan."""
     from torch.distributed import distributed_c10d
 
     sent, before = [0], [0]

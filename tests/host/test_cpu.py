@@ -73,7 +73,7 @@ PADDING = torch.arange(TOKENS) - (PADDED.cumsum(0) - PADDED)[DOCUMENTS] >= LENGT
 
 
 def attention(cp: int, **config: Any) -> Any:
-    """What the local layer specification builds, in fp64."""
+    """A model of the local layer specification, in fp64."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -118,7 +118,7 @@ def to_device(x: Tensor) -> Tensor:
 def several_steps(
     case: Case, groups: Any, read: Place = as_it_is, place: Place = as_it_is
 ) -> tuple[list[Any], list[Any], Seen, list[Seen]]:
-    """What the loss functions return, the last step's reports, and what it saw: first, planning.
+    """The results of the loss functions, the last step's reports, and its waits: first, planning.
 
     ``read`` puts the data iterator's tensors somewhere, and ``place`` losses and masks.
     """

@@ -93,7 +93,7 @@ def unsplit_gradients(wanted: list[tuple[str, Weights]]) -> list[Any]:
 
 @functools.cache
 def unsplit_fp32_errors() -> dict[tuple[Any, ...], float]:
-    """What one fp32 process that holds the whole step cannot avoid."""
+    """The error of one fp32 process that holds the whole step."""
     steps = {case.loss: case for of in CASES.values() for case in of.values()}
     wanted = [(case.masks, case.weights) for case in steps.values()]
     (found,) = run_host_ranks(unsplit_gradients, 1, wanted)

@@ -122,7 +122,7 @@ KEPT: dict[tuple[str, str], list[tuple[str, Case]]] = {
 
 
 def added(topology: Topology, case: Case, loss: str) -> tuple[Gradient, float]:
-    """What turning a loss on adds to this rank's gradient; and relative to all the rest."""
+    """The part of a loss in this rank's gradient; and relative to all the rest."""
     found: list[Gradient] = []
     for config in ON_OFF[loss]:
         chunks = build_chunks(topology, case.per_token, case.dtype, **config)

@@ -1,4 +1,4 @@
-"""What forward steps return, losses, loss function and mask: the hook takes it, or refuses it."""
+"""The results of forward steps: the hook takes them, or refuses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged: reduced over microbatches, ranks and calls as Megatron's loops do it.
+"""Logged reports: reduced over microbatches, ranks and calls as Megatron's loops do it.
 
 ``lm loss`` is the mean over the tokens in every mode, ``<mode> loss`` the aggregated loss, of a
 step or of an evaluation of several calls, of all samples or of a data set; each as the losses of

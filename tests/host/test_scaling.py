@@ -30,7 +30,7 @@ def hook_with(**options: Any) -> LossHook:
 
 
 def step_of(hook: LossHook, model: Any, places: Any = STEP) -> Found:
-    """What is measured before a step of ``model``, and how the step ends."""
+    """The measurement before a step of ``model``, and the end of the step."""
     hook._measured = None
     data, wrapped = batches(places, "thd"), hasattr(model, "zero_grad_buffer")
     given = data if gpt.reads_data() else None

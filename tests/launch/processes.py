@@ -66,7 +66,7 @@ def _main(argv: list[str], folder: Path) -> int:
 
 
 class Answer(NamedTuple):
-    """What a command line ends with, and prints."""
+    """The exit code and the output of a command line."""
 
     code: int
     said: str

@@ -1,4 +1,4 @@
-"""How a job ends whose ranks fail: who prints what, and which error torchrun names."""
+"""The end of a job whose ranks fail: the output of each, and the error that torchrun names."""
 
 from __future__ import annotations
 

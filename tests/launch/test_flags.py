@@ -117,7 +117,7 @@ CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
 def arguments_of_hook(
     monkeypatch: pytest.MonkeyPatch, flags: str, of_megatron: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """What the hook of these flags is made with."""
+    """The arguments of the hook of these flags."""
     hooks = []
 
     class Noting(LossHook):

@@ -36,7 +36,7 @@ def install_on_rank() -> None:
     from megatron_loss_agg.launch.install import install
 
     def changed() -> list[tuple[str, str]]:
-        """What is not as it was ``before``."""
+        """The names that are not as they were ``before``."""
         now = _functions()
         found = {key for key in before if now.get(key) is not before[key]}
         return sorted(x for x in found if x[1] != "print_rank_last")

@@ -54,7 +54,7 @@ def reject_all_after_two(batch: Any) -> Microbatch:
 
 
 class Run(NamedTuple):
-    """What a start of the script logs of its steps, all that it says, and its checkpoints."""
+    """The logged steps of a start of the script, its whole output, and its checkpoints."""
 
     logged: list[str]
     said: str
@@ -222,7 +222,7 @@ SETS_FLAGS = f"""
 def launched(
     folder: Path, ranks: int, *flags: str, patch: pytest.MonkeyPatch
 ) -> tuple[list[list[Seen]], str]:
-    """What each rank's loss function got, and what was said."""
+    """The inputs of each rank's loss function, and the output."""
     patch.setenv("SEEN", str(folder / "seen"))
     codes, said = run(folder, ROOT / "tests/sweep/script.py", *SETS_FLAGS, *flags, ranks=ranks)
     assert codes == [0] * ranks, said[-3000:]
@@ -283,7 +283,7 @@ def test_each_validation_set_is_reduced_over_its_tokens_samples_or_calls(
 
 
 def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
-    """What is logged, by name and step."""
+    """The logged values, by name and step."""
     events = EventAccumulator(str(folder)).Reload()
     return {  # the first of a step: the last step is evaluated again after the training
         tag: {event.step: event.value for event in reversed(events.Scalars(tag))}

@@ -39,7 +39,7 @@ class _Anything(type):
 
 
 class Anything(metaclass=_Anything):
-    """What every name in a stand-in is."""
+    """Every name in a stand-in."""
 
 
 class _StandIn(ModuleType):

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 Loss = Callable[[Rows], Tensor]
-"""What the trainer calls backward on."""
+"""The loss that the trainer calls backward on."""
 
 
 def gradients(system: str) -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def gradients(system: str) -> dict[str, Tensor]:
 
 
 def scheduled(output: Tensor, loss_func: Any, per_token: bool = False) -> Tensor:
-    """What Megatron's schedule calls backward on."""
+    """The loss that Megatron's schedule calls backward on."""
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
     config = SimpleNamespace(calculate_per_token_loss=per_token, timers=None)

@@ -139,7 +139,7 @@ def _optimizer(flags: list[str], rate: float) -> list[str]:
 
 
 def _schedule(case: Case, batch: int) -> list[str]:
-    """How long to train; the learning rate rises from 0 before the last iteration."""
+    """The length of the training; the learning rate rises from 0 before the last iteration."""
     steps = case["steps"]
     if steps == "one":
         return ["--train-iters", "1"]
@@ -206,7 +206,7 @@ def everything() -> list[Case]:
 
 
 def on_ranks(ranks: int, function: str, *args: Any) -> list[Any]:
-    """What this function of the script returns on each of so many ranks."""
+    """The results of this function of the script on each of so many ranks."""
     return run_host_ranks(_call, ranks, function, *args, timeout=TIMEOUT)
 
 

@@ -1,4 +1,4 @@
-"""What the sweep varies: each factor's values, with the flags of the host that each one stands for.
+"""The factors of the sweep: their values, with the flags of Megatron that each one stands for.
 
 A case takes one value of every factor. Values that mean nothing apart stand together, such as the
 sizes of a topology. `RULES` say which values the host takes together.

@@ -69,7 +69,7 @@ def parameters_of(model: Any) -> dict[str, Tensor]:
 
 
 class Ended(Exception):
-    """How a rank ended without a result: as JSON, whether by an error of ours, and what it said."""
+    """The end of a rank without a result, as JSON: an error of ours or not, and its text."""
 
 
 class Seen(NamedTuple):
@@ -83,7 +83,7 @@ class Seen(NamedTuple):
 
 @dataclass
 class Result:
-    """What one rank knows after a launch."""
+    """The results of one rank of a launch."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)  # of its models, as they are now
     data_rank: int = 0

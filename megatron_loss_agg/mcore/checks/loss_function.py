@@ -34,7 +34,7 @@ class StockLoss(NamedTuple):
 
 
 def function_of(loss_function: Any) -> object:
-    """What loss functions that compute the same have in common: their code, or type."""
+    """The code or the type of a loss function, which those that compute the same share."""
     while isinstance(loss_function, functools.partial):
         loss_function = loss_function.func
     return getattr(loss_function, "__code__", type(loss_function))

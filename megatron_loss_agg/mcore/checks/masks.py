@@ -316,7 +316,7 @@ def _fits(call: Call, tokens: FirstTokens, i: int, on_rank: Sequence[Tensor], sp
 
 
 def _is_real(microbatch: Microbatch) -> Tensor:
-    """Where tokens are of a sample, and no padding: bool in the shape of the mask, on the CPU.
+    """True at tokens of a sample, False at padding: bool in the shape of the mask, on the CPU.
 
     In rows, padding is all behind the last active token.
     """

@@ -1,1 +1,1 @@
-"""What a run may do besides its loss, as wrappers and extensions on public names."""
+"""Parts of a run beside its loss: wrappers and extensions on public names."""

@@ -43,7 +43,7 @@ class DatasetSums(NamedTuple):
 
 @dataclass(frozen=True)
 class _Reported:
-    """What the microbatches of one step, or of one evaluation call, report."""
+    """The reports of one step's, or of one evaluation call's, microbatches."""
 
     ids: Sequence[int]  # of the data sets
     without_mean: Collection[int]  # those whose means are NaN
@@ -109,7 +109,7 @@ class DatasetReports(Extension):
     def _of_training_step(
         self, present: set[int], sums: Mapping[str, Mapping[int, DatasetSums]]
     ) -> _Reported:
-        """What a training step reports, whose tokens are of the data sets ``present``.
+        """The report of a training step whose tokens are of the data sets ``present``.
 
         Megatron's log averages a name over the steps of its interval, with 0 for those before its
         first report, and leaves out NaN. So a data set's mean is NaN in a step without its tokens,
