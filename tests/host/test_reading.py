@@ -61,7 +61,7 @@ class Loader(torch.utils.data.IterableDataset[Batch]):
 
 
 def iterators() -> dict[str, tuple[Callable[[Loader], Any], bool, bool]]:
-    """Readers of a loader, with the batches drawn ahead by a hook that prefetches, and by one that does not.
+    """Readers of a loader; whether a hook that prefetches draws ahead of them, and one that does not.
 
     Only Megatron's own iterators on torch's loaders get a prefetch by themselves.
     """
