@@ -32,9 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args[:1] == ["doctor"]:
+            from megatron_loss_agg import frameworks
             from megatron_loss_agg.launch import doctor
 
-            return doctor.main(args[1:])
+            return doctor.main(args[1:], frameworks.settings_of, frameworks.NAMES)
         if args[:1] == ["explain"]:
             from megatron_loss_agg import explain
 

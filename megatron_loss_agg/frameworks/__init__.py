@@ -10,6 +10,8 @@ Without the variable an adapter changes nothing.
 
 from __future__ import annotations
 
+import importlib
+
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import Term
@@ -17,12 +19,24 @@ from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
 from megatron_loss_agg.launch.flags import aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
-__all__ = ["NAMES", "aggregation_from_environment", "print_first_line"]
+__all__ = ["NAMES", "aggregation_from_environment", "print_first_line", "settings_of"]
 
 NAMES = ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl", "ms_swift")
 """The adapters, which are modules of this package."""
 
 _printed: set[str] = set()
+
+
+def settings_of(name: str) -> str:
+    """The lines that select the adapter of this framework.
+
+    Raises:
+        HostError: the installed framework lacks the adapter's extension point.
+        ImportError: there is no such framework.
+    """
+    adapter = importlib.import_module(f"{__name__}.{name}")
+    settings: str = adapter.SETTINGS
+    return settings
 
 
 def print_first_line(plan: StepPlan, who: str = "") -> None:

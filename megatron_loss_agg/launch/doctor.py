@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -35,18 +35,30 @@ class Finding(NamedTuple):
     text: str
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print one finding per line; return 1 if any of them is FAIL, else 0."""
+def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Sequence[str]) -> int:
+    """Print one finding per line; return 1 if any of them is FAIL, else 0.
+
+    Args:
+        settings_of: name of a framework -> the lines that select its adapter; raises an error if the
+            installed framework does not have its extension point.
+        frameworks: the names that it takes.
+    """
     ours = list(itertools.takewhile(lambda arg: arg != "--", argv))
     script_flags = argv[len(ours) + 1 :] if "--" in argv else None
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
-        usage="%(prog)s [-h] [--json] [-- FLAG ...]",
+        usage="%(prog)s [-h] [--json] [--framework NAME] [-- FLAG ...]",
         description="Check whether the plugin works here: one line per finding, and exit code 1 if "
         "any is FAIL. The flags of a launch script, given after --, are checked too.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument(
+        "--framework",
+        choices=frameworks,
+        metavar="NAME",
+        help=f"check the adapter of {', '.join(frameworks)}, and print the lines that select it",
+    )
     args = parser.parse_args(ours)
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first, where Megatron and modules may lie.
@@ -56,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
         findings = list(_findings(script_flags))
+        if args.framework is not None:
+            findings.append(_check_framework(args.framework, settings_of))
     ok = all(finding.level != "FAIL" for finding in findings)
     if args.json:
         print(json.dumps({"ok": ok, "findings": [finding._asdict() for finding in findings]}))
@@ -83,6 +97,20 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
         yield Finding("FAIL", "megatron-core", text)
     if script_flags is not None:
         yield _check_flags(script_flags, has_training=isinstance(training, ModuleType))
+
+
+def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
+    """Whether the installed framework has the extension point of its adapter; and the lines to set."""
+    try:
+        settings = settings_of(name)
+    except AggregationError as error:
+        return Finding("FAIL", name, _one_line(error))
+    except Exception as error:  # whatever the framework's import raises
+        text = (
+            f"{_one_line(error)}. Install {name} in this Python, or put its checkout on PYTHONPATH."
+        )
+        return Finding("FAIL", name, text)
+    return Finding("OK", name, f"has the extension point of the adapter. Set\n{settings}")
 
 
 def check_release(version: str, root: Path) -> Finding:

@@ -77,7 +77,7 @@ MAY_IMPORT = {
     "launch": {"core", "mcore", "launch"},
     "frameworks": {"core", "mcore", "launch", "frameworks"},
     "explain": {"core", "explain"},  # works without Megatron, which mcore needs
-    "command line": {"core", "mcore", "launch", "explain"},
+    "command line": {"core", "mcore", "launch", "frameworks", "explain"},
 }
 """The rooms that each may import."""
 
