@@ -49,6 +49,10 @@ class Samples:
     """int64 [microbatches]: elements of the mask."""
     routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]; -1 for a microbatch that does not say them."""
+    holders: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]: number of ranks that hold a part of the microbatch's tokens."""
+    name: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [microbatches]: the same on all ranks that hold the microbatch."""
 
     @property
     def microbatches(self) -> int:
@@ -121,6 +125,7 @@ class StepCounts(NamedTuple):
     model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
     positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
+    all_samples: int
     samples: int  # that count, as are the groups
     rollouts: int | None  # None: some microbatch has no ids
     prompts: int | None
@@ -162,11 +167,111 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
         active_tokens=torch.tensor(active, dtype=torch.int64),
         elements=torch.tensor([m.loss_mask.numel() for m in microbatches], dtype=torch.int64),
         routed_tokens=torch.tensor(routed, dtype=torch.int64),
+        holders=torch.tensor([m.local_cp_size or 1 for m in microbatches], dtype=torch.int64),
+        name=torch.tensor(
+            [i if m.gid is None else m.gid for i, m in enumerate(microbatches)], dtype=torch.int64
+        ),
     )
 
 
-def joined_ranks(parts: Sequence[Samples]) -> Samples:
-    """The samples of all ranks, from those of each in rank order."""
+class RankRows(NamedTuple):
+    """The rows of one rank's samples and microbatches in the table of all ranks."""
+
+    samples: Tensor  # int64 [samples]
+    microbatches: Tensor  # int64 [microbatches]
+
+
+def joined_ranks(parts: Sequence[Samples]) -> tuple[Samples, list[RankRows]]:
+    """The table of all ranks' samples, from those of each in rank order; and each rank's rows.
+
+    A microbatch that several ranks hold is in the table once, as the first of them has it.
+
+    Raises:
+        DataError: the ranks that hold a microbatch are no neighbours, or have other masks; on all
+            ranks alike.
+    """
+    everything = _concatenated_ranks(parts)
+    numbers = torch.tensor([x.microbatches for x in parts])
+    rank_M = torch.arange(len(parts)).repeat_interleave(numbers)
+    first_M = rank_M - rank_M % everything.holders
+    is_first_M = rank_M == first_M
+    # Of each microbatch of each rank, the index of the one that it is a part of.
+    keys = torch.stack([first_M, everything.name], dim=1)
+    _, key_M = torch.unique(keys, dim=0, return_inverse=True)
+    leader_K = key_M.new_full((len(key_M),), -1)
+    leader_K[key_M[is_first_M]] = is_first_M.nonzero().view(-1)
+    leader_M = leader_K[key_M]
+    sizes_M = torch.bincount(everything.microbatch, minlength=len(rank_M))
+    _check_holders(everything, rank_M, key_M, leader_M, sizes_M)
+    starts_M = sizes_M.cumsum(0) - sizes_M
+    place_S = torch.arange(len(everything.mask_sum)) - starts_M[everything.microbatch]
+    leader_S = starts_M[leader_M[everything.microbatch]] + place_S
+    _check_masks(everything, leader_S)
+
+    is_first_S = is_first_M[everything.microbatch]
+    row_M, row_S = is_first_M.cumsum(0) - 1, is_first_S.cumsum(0) - 1
+    table = _selected(everything, is_first_S, is_first_M, row_M)
+    of_ranks = zip(
+        row_S[leader_S].split([len(x.mask_sum) for x in parts]),
+        row_M[leader_M].split(numbers.tolist()),
+        strict=True,
+    )
+    return table, [RankRows(*rows) for rows in of_ranks]
+
+
+def _check_holders(
+    everything: Samples, rank_M: Tensor, key_M: Tensor, leader_M: Tensor, sizes_M: Tensor
+) -> None:
+    """Raise DataError unless every microbatch is held by as many neighbours as it says."""
+    of_ranks = torch.unique(torch.stack([key_M, rank_M], dim=1), dim=0)
+    ranks_K, times_K = torch.bincount(of_ranks[:, 0]), torch.bincount(key_M)
+    is_wrong_M = (ranks_K != times_K)[key_M] | (ranks_K[key_M] != everything.holders)
+    is_wrong_M |= (leader_M < 0) | (sizes_M != sizes_M[leader_M])
+    if bool(is_wrong_M.any()):
+        m = int(is_wrong_M.nonzero()[0])
+        ranks = rank_M[key_M == key_M[m]].tolist()
+        number = int(everything.holders[m])
+        first = int(rank_M[m]) // number * number
+        raise DataError(
+            f"a microbatch with local_cp_size={number} must be given by the data- and "
+            f"context-parallel ranks {first} to {first + number - 1}, once each and with the same "
+            f"samples, got it on ranks {ranks}. Let one of Megatron's groups hold it, and give its gid "
+            "where its place differs by rank."
+        )
+
+
+def _check_masks(everything: Samples, leader_S: Tensor) -> None:
+    """Raise DataError unless all ranks that hold a sample have the same mask."""
+    is_other_S = everything.mask_sum != everything.mask_sum[leader_S]
+    if bool(is_other_S.any()):
+        s = int(is_other_S.nonzero()[0])
+        raise DataError(
+            "all ranks that hold a microbatch must give its whole mask, got mask sums of "
+            f"{everything.mask_sum[leader_S[s]].item():g} and {everything.mask_sum[s].item():g} for "
+            "a sample. Give the mask before context parallelism."
+        )
+
+
+def _selected(
+    everything: Samples, is_first_S: Tensor, is_first_M: Tensor, row_M: Tensor
+) -> Samples:
+    """The samples and microbatches of their first ranks alone."""
+    return Samples(
+        mask_sum=everything.mask_sum[is_first_S],
+        weight=everything.weight[is_first_S],
+        rejected=everything.rejected[is_first_S],
+        microbatch=row_M[everything.microbatch[is_first_S]],
+        ids={unit: x[is_first_S] for unit, x in everything.ids.items()},
+        active_tokens=everything.active_tokens[is_first_M],
+        elements=everything.elements[is_first_M],
+        routed_tokens=everything.routed_tokens[is_first_M],
+        holders=everything.holders[is_first_M],
+        name=everything.name[is_first_M],
+    )
+
+
+def _concatenated_ranks(parts: Sequence[Samples]) -> Samples:
+    """The samples of all ranks, one after the other."""
     firsts = accumulate((x.microbatches for x in parts), initial=0)
     microbatch = [x.microbatch + first for x, first in zip(parts, firsts, strict=False)]
     units = set.intersection(*({*x.ids} for x in parts))
@@ -179,6 +284,8 @@ def joined_ranks(parts: Sequence[Samples]) -> Samples:
         active_tokens=torch.cat([x.active_tokens for x in parts]),
         elements=torch.cat([x.elements for x in parts]),
         routed_tokens=torch.cat([x.routed_tokens for x in parts]),
+        holders=torch.cat([x.holders for x in parts]),
+        name=torch.cat([x.name for x in parts]),
     )
 
 
@@ -199,6 +306,11 @@ def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> No
             "microbatch has none. Give sample_weights= (the batch key 'sample_weights', floats "
             "[samples]), or leave out that option of the aggregation "
             "(--loss-aggregation-sample-weights)."
+        )
+    if "microbatch" in agg.units and any(m.local_cp_size is not None for m in microbatches):
+        raise DataError(
+            "a mean over microbatches needs those of the loop, got samples that Megatron deals out "
+            "anew in every step (dynamic context parallelism). Choose another mode."
         )
     for unit in agg.by_id:
         if any(m.ids_of(unit) is None for m in microbatches if m.num_samples):
@@ -232,6 +344,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         model_tokens=int(samples.model_tokens.sum()),
         positions=int(samples.positions.sum()),
         microbatches=samples.microbatches,
+        all_samples=len(samples.mask_sum),
         samples=number("sample") or 0,
         rollouts=number("rollout"),
         prompts=number("prompt"),

@@ -31,6 +31,7 @@ class MicrobatchShape(NamedTuple):
 
     mask: tuple[int, ...]
     starts: Tensor | None  # int64 [samples + 1] in the (padded) pack, on the CPU; None: rows
+    local_cp_size: int | None = None  # of `Microbatch`
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,13 @@ class Microbatch:
             ranks. It scales the losses that Megatron adds by itself, such as the router's, and not
             the aggregated loss. All microbatches of a step have it, or none.
         sequences: for losses by sample, the token sequences that they are computed from.
+        local_cp_size: under dynamic context parallelism, the number of ranks that hold this
+            microbatch, each a part of its tokens: neighbours in the group of data- and
+            context-parallel ranks over which the step is planned, from a multiple of that number
+            on. All of them give the whole microbatch, whose samples count once. None: this rank
+            alone.
+        gid: the number that names the microbatch on all ranks that hold it; None: its place among
+            the rank's microbatches, if it is the same on all of them.
 
     Raises:
         DataError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -83,6 +91,8 @@ class Microbatch:
     model_inputs: Any = ()  # a tuple of tensors in the mask's shape once constructed
     routed_tokens: Any = None  # int
     sequences: Microbatch | None = None
+    local_cp_size: int | None = None
+    gid: int | None = None
 
     def __post_init__(self) -> None:
         if not is_plain(self.loss_mask):
@@ -97,12 +107,13 @@ class Microbatch:
                 object.__setattr__(self, name, checked_by_sample(name, values, self.num_samples))
         object.__setattr__(self, "ids", self._checked_ids())
         object.__setattr__(self, "model_inputs", self._checked_model_inputs())
-        routed = self.routed_tokens
-        if routed is not None and (not isinstance(routed, int) or routed < 0):
-            raise DataError(
-                f"routed_tokens must be an int >= 0, got {routed!r}. Give a number, such as "
-                "x.numel()."
-            )
+        for name, least in (("routed_tokens", 0), ("local_cp_size", 1), ("gid", 0)):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < least):
+                raise DataError(
+                    f"{name} must be an int >= {least}, got {number!r}. Give a number, such as "
+                    "x.numel()."
+                )
 
     @classmethod
     def of_samples(
@@ -165,7 +176,7 @@ class Microbatch:
         starts = self.sample_starts
         if starts is not None:
             starts = starts.to("cpu", torch.int64)
-        return MicrobatchShape(tuple(self.loss_mask.shape), starts)
+        return MicrobatchShape(tuple(self.loss_mask.shape), starts, self.local_cp_size)
 
     def sample_index(self, position: Tensor | None = None) -> Tensor | None:
         """Index of each token's sample, ``num_samples`` outside all samples; None for rows.

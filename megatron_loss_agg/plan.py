@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
 from megatron_loss_agg.collectives import gather_objects, send_failure
 from megatron_loss_agg.counting import (
+    RankRows,
     Samples,
     StepCounts,
     check_fields,
@@ -63,6 +64,8 @@ class StepPlan:
     """``M_s``, fp64; see `mask_sums`."""
     ids_S: Mapping[Unit, Tensor]
     """int64, by unit; see `ids`."""
+    rows: RankRows
+    """Of this rank's samples and microbatches in the table of all ranks."""
     shapes: Sequence[MicrobatchShape] = ()
     """Of each microbatch's whole mask; empty in a plan from mask sums."""
     model_tokens: Sequence[int] = ()
@@ -274,6 +277,10 @@ class StepPlan:
         w = self.weights(i, at_least_fp32(advantages.dtype))
         return torch.where(w != 0, advantages.to(w), 0) * w
 
+    def sample_rows(self, i: int) -> Tensor:
+        """Rows of the samples of microbatch ``i`` in the table of all ranks, int64 [samples]."""
+        return self._of_microbatch(self.rows.samples, i)
+
     def _of_microbatch(self, x_S: Tensor, i: int) -> Tensor:
         """A copy of the part of ``x_S`` that is of microbatch ``i``."""
         i = self._index(i)
@@ -434,17 +441,17 @@ def _plan(
     agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _LocalMicrobatches
 ) -> StepPlan:
     """The plan of one term, from the samples of each rank, and this rank's microbatches."""
-    samples, of_rank = joined_ranks(parts), parts[rank]
+    samples, rows_of_ranks = joined_ranks(parts)
+    of_rank, rows = parts[rank], rows_of_ranks[rank]
     c_S, across = coefficients(agg, samples)
-    first = sum(len(x.mask_sum) for x in parts[:rank])
-    rows = slice(first, first + len(of_rank.mask_sum))
     return StepPlan(
         aggregation=agg,
         counts=counts_of(agg, samples, across),
         sizes=[m.num_samples for m in local.microbatches],
-        coefficient_S=c_S[rows].clone(),
+        coefficient_S=c_S[rows.samples],
         mask_sum_S=of_rank.mask_sum,
-        ids_S={unit: x[rows].clone() for unit, x in samples.ids.items()},
+        ids_S={unit: x[rows.samples] for unit, x in samples.ids.items()},
+        rows=rows,
         shapes=local.shapes,
         model_tokens=of_rank.model_tokens.tolist(),
         positions=of_rank.positions.tolist(),

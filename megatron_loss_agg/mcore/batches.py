@@ -6,13 +6,15 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
 from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms, holds_integers
 from megatron_loss_agg.tensors import described
 
@@ -28,6 +30,9 @@ HOW_TO_READ = (
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
 """Batch keys of integers by token, with which the model is called. Positions tell no tokens apart."""
+
+_IDS_OF_TOKENS = ("input_ids", "position_ids")
+"""Batch keys with an element for each token, in spite of their name."""
 
 _FORMS_OF_OFFSETS = (
     {"cu_seqlens"},
@@ -104,6 +109,89 @@ class DrawnBatches:
             )
 
 
+def batches_of(call: Call, drawn: DrawnBatches, number: int) -> Iterator[Any]:
+    """This rank's batches of a call, one for each loss, from ``number`` items of the iterator."""
+    for _ in range(number):
+        item = drawn.draw()
+        if call.draws_samples:
+            assert call.groups.dp_cp is not None
+            yield from _dealt_batches(item, dist.get_rank(call.groups.dp_cp))
+        else:
+            yield item
+
+
+def with_holders(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:
+    """``microbatch``; under dynamic context parallelism with the ranks that hold the batch.
+
+    Raises:
+        DataError: the batch does not say how many.
+    """
+    if call.groups.dp_cp is None:
+        return microbatch
+    if isinstance(microbatch, Mapping):
+        of_terms = {name: with_holders(call, x, batch) for name, x in microbatch.items()}
+        return cast(MicrobatchOfTerms, of_terms)
+    size = batch.get("local_cp_size") if isinstance(batch, Mapping) else None
+    if size is None:
+        raise DataError(
+            "a batch under dynamic context parallelism must have the key 'local_cp_size', as those of "
+            f"Megatron's schedulers have, got {_keys(batch)}. Add it, or drop --hybrid-context-parallel "
+            "or --dynamic-context-parallel."
+        )
+    held: dict[str, Any] = {"local_cp_size": int(size), "gid": batch.get("gid")}
+    if microbatch.sequences is not None:
+        held["sequences"] = replace(microbatch.sequences, local_cp_size=int(size))
+    return replace(microbatch, **held)
+
+
+def _dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
+    """The samples that Megatron's hybrid schedule deals to ``rank``, in its order: a batch each.
+
+    Args:
+        item: of Megatron's ``HybridCPDataLoaderWrapper``: (sample by gid; by group of samples and
+            rank, its gids).
+    """
+    samples, groups = item
+    batches = []
+    for ranks in groups:
+        holders: dict[int, list[int]] = {}
+        for holder, gids in enumerate(ranks):
+            for gid in gids:
+                holders.setdefault(gid, []).append(holder)
+        for of_sample in holders.values():
+            size, first = len(of_sample), of_sample[0]
+            are_neighbours = of_sample == [*range(first, first + size)]
+            if not are_neighbours or first % size or size & (size - 1):
+                raise HostError(
+                    "a sample must be held by all ranks of a group that Megatron has, got ranks "
+                    f"{of_sample} for one, on which its hybrid schedule would hang. Raise "
+                    "--max-seqlen-per-dp-cp-rank, or change the batch."
+                )
+        for gid in ranks[rank]:
+            batch = {key: _of_sample(key, x) for key, x in samples[gid].items()}
+            batches.append({**batch, "local_cp_size": len(holders[gid]), "gid": int(gid)})
+    return batches
+
+
+def _of_sample(key: str, value: Any) -> Any:
+    """A field of one sample, whose fields all have an element for each token, as of a row.
+
+    Ids, weights and rejections are the same for all tokens of a sample.
+    """
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    by_sample = key in BY_SAMPLE or (key.endswith("_ids") and key not in _IDS_OF_TOKENS)
+    if not by_sample:
+        return value.reshape(1, -1)
+    values = value.unique()
+    if len(values) != 1:
+        raise DataError(
+            f"the batch key {key!r} under hybrid context parallelism must have one value for all tokens "
+            f"of a sample, got {values.tolist()[:4]}. Repeat the sample's value for each of its tokens."
+        )
+    return values
+
+
 def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     """The microbatch that a batch of a Megatron data loader describes.
 
@@ -130,10 +218,10 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
         DataError: a key is missing, or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
-        keys = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise DataError(
-            f"a batch must be a mapping with the tensor 'loss_mask', got {keys}. Add that key (a mask "
-            f"that the model makes in its forward pass, as LLaVA's, is not supported), or {HOW_TO_READ}."
+            f"a batch must be a mapping with the tensor 'loss_mask', got {_keys(batch)}. Add that key "
+            "(a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
+            f"{HOW_TO_READ}."
         )
     whole_mask = batch["loss_mask"]
     by_sample: dict[str, Any] = {
@@ -149,6 +237,10 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
         mask = mask.reshape(1, -1)
     inputs = model_inputs_of(batch, mask)
     return Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
+
+
+def _keys(batch: Any) -> str:
+    return str(sorted(map(str, batch))) if isinstance(batch, Mapping) else type(batch).__name__
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
@@ -243,8 +335,8 @@ def _vector(x: Any) -> Any:
 def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
     key = f"{unit}_ids"
     if batch.get(key) is None:
-        of_tokens = {"input_ids", "position_ids"}
-        present = sorted(x for x in {*map(str, batch)} - of_tokens if x.endswith("_ids"))
+        keys = {*map(str, batch)} - {*_IDS_OF_TOKENS}
+        present = sorted(x for x in keys if x.endswith("_ids"))
         raise DataError(
             f"the batch must have {key!r}, one id for each sample, since --loss-aggregation-levels "
             f"names it, got {present}. Add the key, or choose other levels."

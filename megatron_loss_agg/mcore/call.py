@@ -7,12 +7,21 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.scale import MegatronScale
+from megatron_loss_agg.microbatch import MicrobatchShape
+
+
+class Holders(NamedTuple):
+    """The context-parallel ranks that hold the tokens of one microbatch."""
+
+    size: int
+    rank: int  # the place of this rank among them
+    group: dist.ProcessGroup | None  # None: of this microbatch alone
 
 
 @dataclass(frozen=True)
@@ -24,10 +33,15 @@ class ProcessGroups:
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     is_last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
+    dp_cp: dist.ProcessGroup | None = None  # of dynamic context parallelism
 
     @classmethod
-    def of(cls, pg_collection: Any = None) -> ProcessGroups:
-        """From ``pg_collection`` if the schedule got one, else from Megatron's globals."""
+    def of(cls, pg_collection: Any = None, is_dynamic: bool = False) -> ProcessGroups:
+        """From ``pg_collection`` if the schedule got one, else from Megatron's globals.
+
+        Args:
+            is_dynamic: every microbatch has context-parallel ranks of its own.
+        """
         from megatron.core import parallel_state
 
         if pg_collection is None:
@@ -39,11 +53,15 @@ class ProcessGroups:
                 tp=parallel_state.get_tensor_model_parallel_group(),
                 pp=parallel_state.get_pipeline_model_parallel_group(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+                dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True)
+                if is_dynamic
+                else None,
             )
-        groups = {name: getattr(pg_collection, name, None) for name in ("dp", "cp", "tp", "pp")}
+        names = ("dp", "cp", "tp", "pp", *(["dp_cp"] if is_dynamic else []))
+        groups = {name: getattr(pg_collection, name, None) for name in names}
         if missing := [name for name, group in groups.items() if group is None]:
             raise HostError(
-                f"pg_collection must have the groups dp, cp, tp and pp of one module, got a "
+                f"pg_collection must have the groups {', '.join(names)} of one module, got a "
                 f"{type(pg_collection).__name__} without {', '.join(missing)}. Set them, or leave "
                 "pg_collection out."
             )
@@ -55,6 +73,23 @@ class ProcessGroups:
     def reads_data(self) -> bool:
         """Whether this rank reads the step's batches, for its tensor-parallel group."""
         return self.is_last_stage and dist.get_rank(self.tp) == 0
+
+    @property
+    def planning(self) -> dist.ProcessGroup:
+        """The ranks that count the step together: those that have different microbatches."""
+        return self.dp if self.dp_cp is None else self.dp_cp
+
+    @property
+    def comparing(self) -> dist.ProcessGroup:
+        """The ranks that hold parts of the same microbatches."""
+        return self.cp if self.dp_cp is None else self.dp_cp
+
+    def holders(self, shape: MicrobatchShape) -> Holders:
+        """The context-parallel ranks of a microbatch: all of the group, or those of its own."""
+        if self.dp_cp is None:
+            return Holders(self.cp_size, self.cp_rank, self.cp)
+        size = shape.local_cp_size or 1
+        return Holders(size, dist.get_rank(self.dp_cp) % size, None)
 
     @functools.cached_property
     def cp_size(self) -> int:
@@ -92,9 +127,9 @@ class Call:
                 f"the schedule needs Megatron's arguments by keyword, got none for "
                 f"{', '.join(missing)}. Add them to the call."
             )
-        groups = ProcessGroups.of(arguments.get("pg_collection"))
         chunks = model_chunks(arguments["model"])
         config = get_model_config(chunks[0])
+        groups = ProcessGroups.of(arguments.get("pg_collection"), _is_dynamic(config))
         scale = MegatronScale(
             num_microbatches=arguments["num_microbatches"],
             data_parallel_size=dist.get_world_size(groups.dp),
@@ -107,6 +142,11 @@ class Call:
     def pg_collection(self) -> Any:
         """None: Megatron's global groups."""
         return self.arguments.get("pg_collection")
+
+    @property
+    def draws_samples(self) -> bool:
+        """Whether the schedule draws the whole step as one item of samples (hybrid context parallel)."""
+        return bool(getattr(self.config, "hybrid_context_parallel", False))
 
     @property
     def trains(self) -> bool:
@@ -144,6 +184,12 @@ class Call:
             for name in names:
                 stack.enter_context(replaced(self.config, name, None))
             yield
+
+
+def _is_dynamic(config: Any) -> bool:
+    """Whether every microbatch has context-parallel ranks of its own."""
+    names = ("hybrid_context_parallel", "dynamic_context_parallel")
+    return any(getattr(config, name, False) for name in names)
 
 
 def model_chunks(model: Any) -> tuple[Any, ...]:

@@ -33,8 +33,7 @@ def first_line(
         parts.append(formula(plan.aggregation, plan.counts.tokens, plan.counts.across))
     first = plan_of_first_term(plans)
     parts.append(_step(call, first))
-    is_packed = any(shape.starts is not None for shape in first.shapes)
-    if call.groups.cp_size > 1 and is_packed:
+    if any(call.groups.holders(x).size > 1 for x in first.shapes if x.starts is not None):
         parts.append(f"context-parallel split: {split}")
     parts += [f"{name}: {value}" for name, value in settings.items()]
     parts.append(measured_in_words(measured))
@@ -49,10 +48,11 @@ def measured_in_words(measured: float | None) -> str:
 
 
 def _step(call: Call, plan: StepPlan) -> str:
-    counts, ranks = plan.counts, call.scale.data_parallel_size
+    counts, ranks = plan.counts, dist.get_world_size(call.groups.planning)
     kinds = {"rows" if x.starts is None else "packed sequences" for x in plan.shapes}
+    kind = "data-parallel" if call.groups.dp_cp is None else "data- and context-parallel"
     return (
-        f"a step of {counts.microbatches} microbatches on {ranks} data-parallel "
+        f"a step of {counts.microbatches} microbatches on {ranks} {kind} "
         f"rank{'s' if ranks > 1 else ''}, "
         f"{counts_in_words(counts, ' and '.join(sorted(kinds, reverse=True)))}"
     )

@@ -209,8 +209,9 @@ def _of_token_loss(
     is_whole = loss_function.gather is not None
     if loss_function.gather is not None:
         shape = plan_of_first_term(plans).shapes[i]
+        holders = call.groups.holders(shape)
         values = loss_function.gather(output)
-        output = _for_each_tensor(lambda x: gathered(x, shape, split, call.groups), values)
+        output = _for_each_tensor(lambda x: gathered(x, shape, split, holders), values)
     losses, report = losses_and_report(loss_function.compute(output))
     masks = loss_function.loss_mask
     if not isinstance(masks, Mapping):
@@ -237,9 +238,10 @@ def _of_sample_loss(
     output: Any,
 ) -> ScriptLosses:
     names = [*plans]
+    holders = call.groups.holders(plan_of_first_term(plans).shapes[i])
     sequence_mask_sum = None
     if loss_function.per_token is None:
-        if call.groups.cp_size > 1:
+        if holders.size > 1:
             raise DataError(
                 "a SampleLoss under context parallelism needs per_token=, since each rank has a part "
                 "of the tokens, and got none. Give SampleLoss(compute, per_token, loss_mask)."
@@ -256,11 +258,11 @@ def _of_sample_loss(
 
         def sums_of(x: Tensor) -> Tensor:
             check_one_loss_per_token(x, mask, "per_token of a SampleLoss")
-            return sums_by_sequence(x, mask, sequences.shape, split, call.groups)
+            return sums_by_sequence(x, mask, sequences.shape, split, holders)
 
         sums = _for_each_tensor(sums_of, loss_function.per_token(output))
         sequence_mask_sum = sums_by_sequence(
-            mask, mask != 0, sequences.shape, split, call.groups, False
+            mask, mask != 0, sequences.shape, split, holders, False
         )
         lengths = sequences.mask_sum.to(mask.device, mask.dtype)
         losses, report = losses_and_report(loss_function.compute(sums, lengths))
@@ -430,7 +432,7 @@ def observed_calls(call: Call) -> Iterator[ModelCalls]:
         handle.remove()
 
 
-def check_packing(packing: Any, plans: Mapping[str, StepPlan], i: int, cp_size: int) -> None:
+def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
     """Raise DataError if the model was called with other packs than the batch describes.
 
     Args:
@@ -438,14 +440,16 @@ def check_packing(packing: Any, plans: Mapping[str, StepPlan], i: int, cp_size: 
     """
     if packing is None or packing.qkv_format != "thd":
         return
-    local_cp_size = getattr(packing, "local_cp_size", None)
-    if local_cp_size not in (None, cp_size):
-        raise DataError(
-            f"samples must have the context-parallel group of all {cp_size} ranks, got "
-            f"local_cp_size={local_cp_size}. Drop --hybrid-context-parallel or "
-            "--dynamic-context-parallel."
-        )
     plan = plan_of_first_term(plans)
+    local_cp_size = getattr(packing, "local_cp_size", None)
+    expected = call.groups.holders(plan.shapes[i]).size
+    if local_cp_size not in (None, expected):
+        raise DataError(
+            f"microbatch {i} must have the {expected} context-parallel ranks that were planned, got "
+            f"local_cp_size={int(local_cp_size)} in the model's call. Set hybrid_context_parallel or "
+            "dynamic_context_parallel in the model's configuration, where samples have groups of "
+            "their own."
+        )
     sequences = plan.sequences[i]
     shape = plan.shapes[i] if sequences is None else sequences.shape
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())

@@ -24,9 +24,11 @@ from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
     ReadBatch,
     ReadStep,
+    batches_of,
     read_batch,
     reader_for,
     with_dataset_ids,
+    with_holders,
 )
 from megatron_loss_agg.mcore.call import Call, defaults_of, stock
 from megatron_loss_agg.mcore.checks.loss_function import (
@@ -376,7 +378,8 @@ class LossHook:
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
         if (call.trains, function_of(loss_function)) not in self._checked_functions:
-            stock_loss = compare_stock_loss(call, loss_function, script)
+            cp_size = call.groups.holders(first.shapes[i]).size
+            stock_loss = compare_stock_loss(call, cp_size, loss_function, script)
             if stock_loss is not None:
                 records.stock_losses[i] = stock_loss
 
@@ -404,7 +407,7 @@ class LossHook:
             if model_calls is not None:
                 of_model = model_calls.take()
                 records.inputs[i] = of_model.integers
-                check_packing(of_model.packing, plans, i, call.groups.cp_size)
+                check_packing(call, of_model.packing, plans, i)
                 if of_model.labels is not None:
                     check_logits_are_split(call)
             return output, functools.partial(self._loss, call, plans, records, i, loss_function)
@@ -417,10 +420,12 @@ class LossHook:
         groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
         with contextlib.ExitStack() as stack:
             if records.is_first or refuses_empty:  # later, ranks would wait without need
-                stack.enter_context(failing_together([groups.cp, groups.pp], _ANOTHER_RANK_FAILED))
+                stack.enter_context(
+                    failing_together([groups.comparing, groups.pp], _ANOTHER_RANK_FAILED)
+                )
             if groups.is_last_stage:
                 read = functools.partial(self._read, call, step, records)
-                make = functools.partial(plan_step, self.terms, read, groups.dp)
+                make = functools.partial(plan_step, self.terms, read, groups.planning)
                 plans = broadcast_result(make, groups.tp, 0)
                 if refuses_empty and _is_empty(self.terms, plans):
                     raise DataError(
@@ -439,16 +444,16 @@ class LossHook:
             microbatches = step.microbatches
         elif self._read_step is not None:
             microbatches = listed(self._read_step(call.data_iterator, number))
-            if len(microbatches) != number:
+            if len(microbatches) != number and not call.draws_samples:
                 raise DataError(
                     f"the function that reads a step must return {number} microbatches, one for each of "
                     f"the call, got {len(microbatches)}. Correct read_step."
                 )
         else:
-            records.iterator = drawn = DrawnBatches(call.data_iterator, number)
-            for _ in range(number):
-                batch = drawn.draw()
-                microbatches.append(self._read_batch(batch))
+            items = 1 if call.draws_samples else number
+            records.iterator = drawn = DrawnBatches(call.data_iterator, items)
+            for batch in batches_of(call, drawn, items):
+                microbatches.append(with_holders(call, self._read_batch(batch), batch))
                 if records.is_first:  # before the next one is drawn, maybe into the same memory
                     tokens.add(microbatches[-1], batch)
         if records.is_first:
@@ -483,13 +488,16 @@ class LossHook:
                 of_model = [groups.tp, groups.cp, groups.dp, groups.pp]
                 stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
             if plans is not None:
-                self._check_losses(call, records)
+                self._check_losses(call, plans, records)
         tells_of_step = records.is_first and call.trains and call.ends_step
         if tells_of_step and plans is not None and not self._has_printed:
             self._print_first_line(call, plans)
 
-    def _check_losses(self, call: Call, records: _Records) -> None:
-        expected, computed = call.scale.num_microbatches, len(records.sums)
+    def _check_losses(self, call: Call, plans: Plans, records: _Records) -> None:
+        first = plan_of_first_term(plans)
+        # Under hybrid context parallelism a rank has as many as it was dealt samples.
+        expected = len(first.sizes) if call.draws_samples else call.scale.num_microbatches
+        computed = len(records.sums)
         if computed != expected:
             raise HostError(
                 f"the schedule must compute one loss for each of the {expected} microbatches, got "
@@ -501,15 +509,14 @@ class LossHook:
                 call,
                 records.tokens,
                 records.inputs,
+                first.rows.microbatches.tolist(),
                 records.depend_on_split,
                 self.split,
                 self._split_is_declared,
             )
         elif records.depend_on_split:
-            first = min(records.depend_on_split)
-            check_split_was_verified(
-                first, self._fitting_splits, self.split, self._split_is_declared
-            )
+            i = min(records.depend_on_split)
+            check_split_was_verified(i, self._fitting_splits, self.split, self._split_is_declared)
         sums = [x for of_microbatch in records.sums.values() for x in of_microbatch]
         check_mask_sums(call, sums, records.is_first)
         self._checked_functions |= check_stock_losses([*records.stock_losses.values()])
@@ -592,8 +599,11 @@ def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:
     """
     counts_earlier_calls = i == call.first_index and call.ends_step
     counted = range(i + 1) if counts_earlier_calls else [i]
-    groups = call.groups
-    return sum((plan.model_tokens[k] + groups.cp_rank) // groups.cp_size for k in counted)
+    tokens = 0
+    for k in counted:
+        holders = call.groups.holders(plan.shapes[k])
+        tokens += (plan.model_tokens[k] + holders.rank) // holders.size
+    return tokens
 
 
 def _multiplied(part: Tensor, multiplier: float, losses: Tensor) -> Tensor:

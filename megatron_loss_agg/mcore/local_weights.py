@@ -17,10 +17,11 @@ def starts_on_rank(
 ) -> Tensor | None:
     """The start of each sample of microbatch ``i`` among the tokens with losses; None: rows."""
     shape = plan.shapes[i]
-    check_local_mask(term.mask, shape, call.groups.cp_size, term.is_whole)
+    holders = call.groups.holders(shape)
+    check_local_mask(term.mask, shape, holders.size, term.is_whole)
     if term.is_whole:
         return shape.starts
-    return local_starts(shape, split, call.groups.cp_size, call.groups.cp_rank)
+    return local_starts(shape, split, holders.size, holders.rank)
 
 
 def weights_on_rank(
@@ -32,7 +33,7 @@ def weights_on_rank(
     """
     coefficient_S = plan.coefficients(i)
     if term.is_whole:
-        coefficient_S = coefficient_S / call.groups.cp_size
+        coefficient_S = coefficient_S / call.groups.holders(plan.shapes[i]).size
     mask = term.mask.reshape(-1)
     if starts is None:
         samples = plan.sizes[i]

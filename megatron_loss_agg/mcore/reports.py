@@ -3,7 +3,7 @@
 Megatron adds up both elements of a pair and then divides the first by the second. In some releases,
 and in an evaluation under ``--sft``, it divides each microbatch's pair and then averages the
 quotients, where it takes a denominator below 1 for 1. The pairs here come out right both ways: with
-``P`` pairs of a call (microbatches of all data-parallel ranks times context-parallel ranks), a part
+``P`` this rank's microbatches times all data- and context-parallel ranks, a part
 ``x`` of the sum ``S = sum x`` becomes
 
     (x * D * C, D * C / P)      sum / sum = S        mean of quotients = sum (x * P) / P = S
@@ -66,7 +66,8 @@ class MicrobatchLoss:
 
 def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0) -> Tensor:
     """[2]: a part of a sum over the call, whose quotient becomes the sum."""
-    pairs = plan.counts.microbatches * call.groups.cp_size
+    ranks = call.scale.data_parallel_size * call.groups.cp_size
+    pairs = len(plan.sizes) * ranks
     weight = max(denominator, _LEAST) * _LARGE
     value = part.detach() * weight
     return torch.stack([value, torch.full_like(value, weight / pairs)])

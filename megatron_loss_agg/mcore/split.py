@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.collectives import SumOverRanks
 from megatron_loss_agg.cp_layout import CPLayout
-from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore.call import ProcessGroups
+from megatron_loss_agg.errors import DataError, HostError
+from megatron_loss_agg.mcore.call import Holders
 from megatron_loss_agg.microbatch import MicrobatchShape
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
@@ -67,12 +67,12 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     return held
 
 
-def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: ProcessGroups) -> Tensor:
+def gathered(values: Tensor, shape: MicrobatchShape, split: str, holders: Holders) -> Tensor:
     """The values of all tokens of a microbatch, in the shape of its mask, from this rank's.
 
     In the backward pass a value gets the sum of the gradients of all context-parallel ranks.
     """
-    expected = local_shape(shape, groups.cp_size)
+    expected = local_shape(shape, holders.size)
     if not isinstance(values, Tensor) or not same_order(values.shape, expected):
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise DataError(
@@ -80,10 +80,10 @@ def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: Process
             f"{got}. Return log-probabilities, say, in that shape."
         )
     values = values.reshape(expected)
-    if groups.cp_size == 1:
+    if holders.size == 1:
         return values
-    layout = layout_of(shape, split, groups.cp_size, groups.cp_rank)
-    return layout.unshard(values, groups.cp)
+    check_has_group(holders)
+    return layout_of(shape, split, holders.size, holders.rank).unshard(values, holders.group)
 
 
 def sums_by_sequence(
@@ -91,20 +91,19 @@ def sums_by_sequence(
     mask: Tensor,
     shape: MicrobatchShape,
     split: str,
-    groups: ProcessGroups,
+    holders: Holders,
     over_ranks: bool = True,
 ) -> Tensor:
     """``sum m_t x_t`` over each sequence, [sequences]; over all context-parallel ranks, or this one.
 
     Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
     """
-    check_local_mask(mask, shape, groups.cp_size, is_whole=False)
+    check_local_mask(mask, shape, holders.size, is_whole=False)
     products = values.double().reshape(-1).masked_fill(mask.reshape(-1) == 0, 0) * mask.reshape(-1)
-    sums = sums_of_samples(
-        products, shape, local_starts(shape, split, groups.cp_size, groups.cp_rank)
-    )
-    if over_ranks and groups.cp_size > 1:
-        sums = SumOverRanks.apply(sums, groups.cp)  # type: ignore[no-untyped-call]
+    sums = sums_of_samples(products, shape, local_starts(shape, split, holders.size, holders.rank))
+    if over_ranks and holders.size > 1:
+        check_has_group(holders)
+        sums = SumOverRanks.apply(sums, holders.group)  # type: ignore[no-untyped-call]
     return sums.to(at_least_fp32(values.dtype))
 
 
@@ -123,6 +122,16 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
     samples = torch.arange(len(lengths), device=x_T.device)
     sample_T = samples.repeat_interleave(lengths, output_size=tokens)
     return x_T.new_zeros(len(lengths)).index_add(0, sample_T, x_T.reshape(-1))[:-1]
+
+
+def check_has_group(holders: Holders) -> None:
+    """Raise HostError where every microbatch has context-parallel ranks of its own."""
+    if holders.group is None:
+        raise HostError(
+            "TokenLoss(gather=) and SampleLoss(per_token=) need the same context-parallel ranks for "
+            f"all microbatches, got {holders.size} of this one's own. Drop dynamic or hybrid context "
+            "parallelism, or use losses by token."
+        )
 
 
 def has_tokens(shape: MicrobatchShape) -> bool:

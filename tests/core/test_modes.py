@@ -169,7 +169,7 @@ def test_losses_by_sample_are_samples_of_one_token():
     assert_same(mean.coefficients(0), [1 / 3, 1 / 3, 0], 1e-15)
     # What the losses are computed from, copied.
     of_pairs, of_one = plan.sequences
-    assert of_one is None and of_pairs.shape == ((6, 4), None)
+    assert of_one is None and of_pairs.shape == ((6, 4), None, None)
     assert of_pairs.mask_sum.tolist() == [4.0] * 6
     sequences.loss_mask.zero_()
     assert bool(plan.microbatches[0].sequences.loss_mask.all())

@@ -40,7 +40,9 @@ def function_of(loss_function: Any) -> object:
     return getattr(loss_function, "__code__", type(loss_function))
 
 
-def compare_stock_loss(call: Call, loss_function: Any, losses: ScriptLosses) -> StockLoss | None:
+def compare_stock_loss(
+    call: Call, cp_size: int, loss_function: Any, losses: ScriptLosses
+) -> StockLoss | None:
     """Waits for no device. None for what is no stock loss function, or cannot be compared."""
     if losses.returned is None:
         return None
@@ -51,7 +53,7 @@ def compare_stock_loss(call: Call, loss_function: Any, losses: ScriptLosses) -> 
             f"{described(returned)}. Change it, or return a TokenLoss."
         )
     is_sum = len(losses.returned) == 3
-    if not is_sum and call.groups.cp_size > 1:
+    if not is_sum and cp_size > 1:
         return None  # a mean over this rank's part of the tokens
     (term,) = losses.terms.values()
     loss = returned.detach().reshape(())

@@ -27,10 +27,13 @@ from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import SPLITS, has_tokens, layout_of, sums_of_samples
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, MicrobatchShape
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
+
+
+_BY_SAMPLE = "mask sum of a sample"
 
 
 class SumsOnRank(NamedTuple):
@@ -51,11 +54,11 @@ def sums_on_rank(
     is_first_step: bool,
 ) -> SumsOnRank:
     """Waits for no device. In the first step also by sample, which shows a wrong split."""
-    share = 1 / call.groups.cp_size if term.is_whole else 1.0
+    share = 1 / call.groups.holders(plan.shapes[i]).size if term.is_whole else 1.0
     sums = {}
     if is_first_step:
         mask = term.mask.double().reshape(-1)
-        sums["mask sum of a sample"] = sums_of_samples(mask, plan.shapes[i], starts) * share
+        sums[_BY_SAMPLE] = sums_of_samples(mask, plan.shapes[i], starts) * share
         if term.sequence_mask_sum is not None:
             sums["mask sum of a sequence"] = term.sequence_mask_sum
     sums["mask sum"] = term.mask.sum() * share
@@ -66,21 +69,14 @@ def sums_on_rank(
 
 
 def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool) -> None:
-    """Raise DataError, on all context-parallel ranks alike, unless the sums are the planned ones.
+    """Raise DataError, on all ranks that hold a microbatch alike, unless the sums are planned ones.
 
     Waits for the device once.
     """
     if not terms:
         return
     numbers = torch.cat([x.reshape(-1).double() for term in terms for x in term.sums.values()])
-    if is_first_step:
-        sizes = all_gather(torch.tensor([len(numbers)]), call.groups.cp)
-        if bool((sizes != len(numbers)).any()):
-            raise _other_batches()
-    if call.groups.cp_size > 1:
-        numbers = for_backend(numbers, call.groups.cp)
-        dist.all_reduce(numbers, group=call.groups.cp)
-    remaining = iter(numbers.tolist())
+    remaining = iter(_over_holders(call, terms, numbers, is_first_step).tolist())
     for plan, i, sums in terms:
         for name in sums:
             for planned, size in _planned_sums(plan, i, name):
@@ -95,6 +91,42 @@ def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool
                     )
 
 
+def _over_holders(
+    call: Call, terms: Sequence[SumsOnRank], numbers: Tensor, is_first_step: bool
+) -> Tensor:
+    """``numbers``, those of ``terms`` in order, added up over the ranks that hold the microbatch."""
+    group = call.groups.comparing
+    if dist.get_world_size(group) == 1:
+        return numbers
+    if call.groups.dp_cp is None:  # all ranks hold the same microbatches
+        if is_first_step:
+            sizes = all_gather(torch.tensor([len(numbers)]), group)
+            if bool((sizes != len(numbers)).any()):
+                raise _other_batches()
+        totals = for_backend(numbers, group)
+        dist.all_reduce(totals, group=group)
+        return totals
+    index, size = _rows_of_sums(terms)
+    index = index.to(numbers.device)
+    totals = for_backend(numbers.new_zeros(size).index_add_(0, index, numbers), group)
+    dist.all_reduce(totals, group=group)
+    return totals.to(numbers.device)[index]
+
+
+def _rows_of_sums(terms: Sequence[SumsOnRank]) -> tuple[Tensor, int]:
+    """Where each sum lies in a table of all ranks' microbatches and samples; and its length."""
+    first_row: dict[tuple[int, str], int] = {}  # of each sum of each term, alike on all ranks
+    size, rows = 0, []
+    for plan, i, sums in terms:
+        for name in sums:
+            if (id(plan), name) not in first_row:
+                first_row[id(plan), name] = size
+                size += plan.counts.all_samples if name == _BY_SAMPLE else plan.counts.microbatches
+            of_sums = plan.sample_rows(i) if name == _BY_SAMPLE else plan.rows.microbatches[[i]]
+            rows.append(first_row[id(plan), name] + of_sums)
+    return torch.cat(rows), size
+
+
 def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]]:
     """The planned sums of this name, over all context-parallel ranks.
 
@@ -103,7 +135,7 @@ def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]
     if name == "sum of weights":
         c_S, mask_sum_S = plan.coefficients(i), plan.mask_sums(i)
         return [(float(c_S.dot(mask_sum_S)), float(c_S.abs().dot(mask_sum_S)))]
-    if name in ("mask sum", "mask sum of a sample"):
+    if name in ("mask sum", _BY_SAMPLE):
         mask_sums = plan.mask_sums(i)
     else:
         sequences = plan.sequences[i]
@@ -149,15 +181,15 @@ class SplitFinding(NamedTuple):
 
 
 class _RankFindings(NamedTuple):
-    """Samples and split findings of one context-parallel rank."""
+    """Samples and split findings of one context-parallel rank, by row of the microbatch."""
 
-    offsets: list[Any]  # of each microbatch, the shape of its mask and where its samples begin
-    findings: dict[int, SplitFinding | None]  # by microbatch; None: nothing can be compared
+    offsets: dict[int, Any]  # the shape of its mask and where its samples begin
+    findings: dict[int, SplitFinding | None]  # None: nothing can be compared
 
 
 def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathered: bool) -> bool:
     """Whether the weights of microbatch ``i`` are right under one split alone."""
-    if call.groups.cp_size == 1:
+    if call.groups.holders(plan_of_first_term(plans).shapes[i]).size == 1:
         return False
     has_tokens_with_loss = any(bool(plan.coefficients(i).any()) for plan in plans.values())
     if not has_tokens_with_loss:
@@ -169,6 +201,7 @@ def check_tokens(
     call: Call,
     tokens: FirstTokens | None,
     inputs: Mapping[int, Sequence[Tensor] | None],
+    rows: Sequence[int],
     depend_on_split: Collection[int],
     split: str,
     is_declared: bool,
@@ -178,6 +211,7 @@ def check_tokens(
     On all ranks of the last stage; the tensor-parallel ranks that read batches compare.
 
     Args:
+        rows: of this rank's microbatches in the table of all ranks.
         inputs: by microbatch, the integer tensors that the model was called with.
         depend_on_split: microbatches whose weights are right under one split alone.
         is_declared: the user or the launcher has said that the split is ``split``.
@@ -192,16 +226,17 @@ def check_tokens(
     def compare() -> tuple[set[str] | None]:
         assert tokens is not None
         mine = _RankFindings(
-            [_offsets(shape) for shape in tokens.shapes],
-            {i: _finding(call, tokens, i, x) for i, x in inputs.items()},
+            {row: _offsets(shape) for row, shape in zip(rows, tokens.shapes, strict=True)},
+            {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items()},
         )
-        of_ranks = gather_objects(lambda: mine, call.groups.cp, "comparing tokens")
-        if any(x.offsets != mine.offsets for x in of_ranks):
-            raise _other_batches()
-        splits = {
-            i: _common_splits(i, [x for rank in of_ranks if (x := rank.findings[i]) is not None])
-            for i in inputs
-        }
+        of_ranks = gather_objects(lambda: mine, call.groups.comparing, "comparing tokens")
+        splits = {}
+        for i in inputs:
+            holders = [rank for rank in of_ranks if rows[i] in rank.offsets]
+            if any(rank.offsets[rows[i]] != mine.offsets[rows[i]] for rank in holders):
+                raise _other_batches()
+            findings = [rank.findings.get(rows[i]) for rank in holders]
+            splits[i] = _common_splits(i, [x for x in findings if x is not None])
         compared = [x for x in splits.values() if x is not None]
         fitting = set.intersection(*compared) if compared else None
         for i in depend_on_split:
@@ -303,7 +338,8 @@ def _fits(call: Call, tokens: FirstTokens, i: int, on_rank: Sequence[Tensor], sp
     """Whether some of this rank's tensors is its part of one of microbatch ``i``'s."""
     shape = tokens.shapes[i]
     try:
-        layout = layout_of(shape, split, call.groups.cp_size, call.groups.cp_rank)
+        holders = call.groups.holders(shape)
+        layout = layout_of(shape, split, holders.size, holders.rank)
     except DataError:  # of a length that cannot be split in this way
         return False
     is_padding = ~layout.shard(tokens.is_real[i])

@@ -12,11 +12,8 @@ from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.mcore.call import Call
 
-_GROUPS_BY_SAMPLE = "samples have context-parallel groups of their own"
 _FURTHER_DATA = "it adds ranks with data of their own"
 _REFUSED = {
-    "hybrid_context_parallel": _GROUPS_BY_SAMPLE,
-    "dynamic_context_parallel": _GROUPS_BY_SAMPLE,
     "overlap_moe_expert_parallel_comm": (
         "its schedule calls the model's layers and not the model, so packs cannot be checked"
     ),
@@ -40,6 +37,7 @@ def check_settings(settings: Any, of_wrapper: Any) -> None:
         value = getattr(settings, name, None) or 1  # True, or a number of ranks
         if value is True or value > 1:
             raise _refusal(name, "", reason)
+    _check_dynamic_context_parallel(settings)
     _check_optimizer_instances(settings, of_wrapper)
     _check_fused_cross_entropy(settings)
     _check_cuda_graphs(settings)
@@ -84,6 +82,16 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
             f"all ranks must have the same settings, got {'; '.join(lists)}. Give every rank the same "
             "LossHook, or the same --loss-aggregation flags."
         )
+
+
+def _check_dynamic_context_parallel(settings: Any) -> None:
+    for name in ("hybrid_context_parallel", "dynamic_context_parallel"):
+        is_on = getattr(settings, name, False)
+        if is_on and not getattr(settings, "calculate_per_token_loss", False):
+            raise HostError(
+                f"--{name.replace('_', '-')} needs --calculate-per-token-loss, since ranks have "
+                "different numbers of samples, by which Megatron would average. Add that flag."
+            )
 
 
 def _check_optimizer_instances(settings: Any, of_wrapper: Any) -> None:

@@ -2,7 +2,7 @@
 
 GPU runs never import this. ``enable()`` patches ``torch`` and Megatron for the rest of the process
 and cannot be undone. Supports data, context, tensor, sequence, pipeline and expert parallelism and
-packed sequences; not features of Transformer Engine, nor hybrid context parallelism, nor a sliding
+packed sequences; not features of Transformer Engine, nor a sliding
 window combined with context parallelism or packing.
 """
 

@@ -32,6 +32,8 @@ def install() -> None:
 class GatheredAttention(DotProductAttention):
     """Attention of this rank's queries to the keys of its whole context-parallel group.
 
+    That is the group of ``packed_seq_params``, where these name one of their own.
+
     Assumes the zigzag split of Megatron's data path (see `CPLayout`): over the whole sequence
     (sbhd), or within each packed sequence (thd). Without context parallelism and packing it is
     bit-identical to Megatron's ``DotProductAttention``.
@@ -63,7 +65,10 @@ class GatheredAttention(DotProductAttention):
             attention_mask: true where *not* to attend, [batch or 1, 1, local seq, seq], with
                 columns in the order of the whole sequence. Ignored for packed sequences.
         """
-        size, rank = self.cp_group.size(), self.cp_group.rank()
+        group = self.cp_group
+        if getattr(packed_seq_params, "local_cp_size", None) is not None:
+            group = packed_seq_params.cp_group  # of these tokens alone; None: one rank
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
         if packed_seq_params is None and size == 1:
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias
@@ -91,7 +96,7 @@ class GatheredAttention(DotProductAttention):
         mask = _forbidden(layout.index, offsets, None if causal else real.diff()).to(query.device)
         if attention_mask is not None:
             mask = mask | attention_mask
-        key, value = _gather(key, layout, self.cp_group), _gather(value, layout, self.cp_group)
+        key, value = _gather(key, layout, group), _gather(value, layout, group)
         return super().forward(query, key, value, mask, AttnMaskType.arbitrary, attention_bias)
 
 

@@ -132,7 +132,9 @@ class DatasetReports(Extension):
         first = next(iter(plans))
         if first in microbatch.terms:
             term = microbatch.terms[first]
-            mask = term.mask / call.groups.cp_size if term.is_whole else term.mask
+            shape = plans[first].shapes[microbatch.i]
+            share = 1 / call.groups.holders(shape).size if term.is_whole else 1.0
+            mask = term.mask * share
             for d, part in _sums_on_rank(microbatch, reported.ids, first, mask).items():
                 mask_sum = reported.sums_of(first, d).mask_sum
                 pair = reported.mean(call, plans[first], d, part, mask_sum, mask_sum)

@@ -62,6 +62,11 @@ def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[...,
         call = hook.call
         if call is None or not call.trains:
             return schedule(**arguments)
+        if call.groups.dp_cp is not None:
+            raise HostError(
+                f"{_FLAG} needs the same context-parallel ranks for all microbatches, got samples with "
+                "their own. Drop the flag, or --hybrid-context-parallel or --dynamic-context-parallel."
+            )
         name, term = next(iter(hook.terms.items()))
         depths = number_of_depths(call.config)
         _check_multiplier(name, term)

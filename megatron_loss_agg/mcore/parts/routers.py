@@ -64,6 +64,11 @@ def aggregate_routers(hook: LossHook, schedule: Callable[..., Any]) -> Callable[
         call = hook.call
         if call is None or not call.trains:
             return schedule(**arguments)
+        if call.groups.dp_cp is not None:
+            raise HostError(
+                f"{_FLAG} needs the same context-parallel ranks for all microbatches, got samples with "
+                "their own. Drop the flag, or --hybrid-context-parallel or --dynamic-context-parallel."
+            )
         check_config(call.config, call.scale.data_parallel_size)
         tokens = _planned_tokens(hook, call)
         weights = _weights(call, tokens)
