@@ -228,7 +228,7 @@ def _check_holders(
     is_wrong_M = (ranks_K != times_K)[key_M] | (ranks_K[key_M] != everything.holders)
     is_wrong_M |= (leader_M < 0) | (sizes_M != sizes_M[leader_M])
     if bool(is_wrong_M.any()):
-        m = int(is_wrong_M.nonzero()[0])
+        m = int((everything.holders * is_wrong_M).argmax())
         ranks = rank_M[key_M == key_M[m]].tolist()
         number = int(everything.holders[m])
         first = int(rank_M[m]) // number * number

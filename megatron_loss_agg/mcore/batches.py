@@ -115,7 +115,7 @@ def batches_of(call: Call, drawn: DrawnBatches, number: int) -> Iterator[Any]:
         item = drawn.draw()
         if call.draws_samples:
             assert call.groups.dp_cp is not None
-            yield from _dealt_batches(item, dist.get_rank(call.groups.dp_cp))
+            yield from dealt_batches(item, dist.get_rank(call.groups.dp_cp))
         else:
             yield item
 
@@ -144,7 +144,7 @@ def with_holders(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> Micro
     return replace(microbatch, **held)
 
 
-def _dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
+def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
     """The samples that Megatron's hybrid schedule deals to ``rank``, in its order: a batch each.
 
     Args:

@@ -1,13 +1,15 @@
 """Dynamic context parallelism: every sample, or pack, has context-parallel ranks of its own.
 
-The schedule, data wrapper and scheduler are Megatron's. The batch is bridged to its split in the
-forward step, since the released scripts do not get there.
+Hybrid context parallelism: schedule, data wrapper and scheduler are Megatron's, and the forward
+step brings a sample to its split, which the released scripts do not reach. Packs: the ordinary
+schedule with packs as Megatron's packing schedulers make them, each with a number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg import CPLayout
+from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.mcore.batches import dealt_batches
 from tests.host import gpt, gradients
-from tests.host.harness import EXACT, run_host_ranks
-from tests.host.reference import Gradient, Reference, references, relative_error
-from tests.host.steps import LENGTHS, Sequence, aggregation, sequences, weights_of
+from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
+from tests.host.reference import Gradient, Reference, references
+from tests.host.steps import LENGTHS, Sequence, aggregation, batch_of, sequences, weights_of
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
 if not hasattr(data_schedule, "HybridCPDataLoaderWrapper"):
@@ -31,8 +35,12 @@ MODES = (
     *("token_mean", "sample_mean", "prompt_mean", "rollout_mean"),
     *("sample_sum", "constant", "sum", "custom"),
 )
-PER_RANK = 8  # tokens; longer samples have 2 or 4 ranks
 MULTIPLE = 8  # of the length of a sample: two chunks for each of four ranks
+ALL = ((tuple(range(len(LENGTHS))),),)
+HALF = (((*range(1, len(LENGTHS), 2),),),)
+Steps = tuple[Any, ...]
+Expected = list[tuple[str, Any, Gradient, float, float]]
+"""By step: mode, samples, gradient, aggregated loss and mean over tokens."""
 
 
 def losses_of(model: Any, sequence: Sequence) -> dict[str, Tensor]:
@@ -46,10 +54,43 @@ def reference() -> Reference:
     return references(losses_of)[""]
 
 
-def packs(of_rank: list[int]) -> list[dict[str, Tensor]]:
+def expected_of(reference: Reference, steps: list[tuple[str, Any]]) -> Expected:
+    found = []
+    for mode, places in steps:
+        w, mean = weights_of(mode, places), weights_of("token_mean", places)
+        found.append((mode, places, reference.gradient(w), reference.loss(w), reference.loss(mean)))
+    return found
+
+
+def build(sizes: dict[str, int], dynamic: str, **options: Any) -> Any:
+    gpt.initialize(**sizes, hybrid_context_parallel=True)
+    plain = gpt.build(per_token=True, **options)
+    setattr(plain.config, dynamic, True)
+    plain.position_embedding_type = "none"
+    return gpt.data_parallel(plain, use_distributed_optimizer=sizes.get("cp") == 2)
+
+
+def check_step(hook: LossHook, model: Any, iterator: Any, expected: Any, **options: Any) -> None:
+    """Train one step, and compare gradient and reports."""
+    mode, _, gradient, loss, lm_loss = expected
+    reports = gpt.run_step(hook, model, iterator, **options)
+    assert gradients.error(model, gradient) < EXACT, mode
+    if parallel_state.is_pipeline_last_stage():
+        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+        assert gpt.reported(reports, "lm loss") == pytest.approx(lm_loss, rel=1e-6)
+
+
+# Hybrid context parallelism.
+
+
+def packs(places: Any) -> list[dict[str, Tensor]]:
     """Two packs of this data-parallel rank's samples, with the ids of their groups by token."""
+    (((samples),),) = places
+    ranks = parallel_state.get_data_parallel_world_size()
+    of_rank = samples[gpt.data_rank() :: ranks]
     half = len(of_rank) // 2
-    return [pack([sequences()[i] for i in part]) for part in (of_rank[:half], of_rank[half:])]
+    parts = [part for part in (of_rank[:half], of_rank[half:]) if part]
+    return [pack([sequences()[i] for i in part]) for part in parts]
 
 
 def pack(chosen: list[Sequence]) -> dict[str, Tensor]:
@@ -63,14 +104,15 @@ def pack(chosen: list[Sequence]) -> dict[str, Tensor]:
         }
         for name, x in of_sample.items():
             fields.setdefault(name, []).append(pad(x, (0, length - len(x))))
-        for name, group in (("prompt", sequence.sample.prompt), ("rollout", sequence.sample.rollout)):
-            fields.setdefault(f"{name}_ids", []).append(torch.full((length,), group))
+        for name in ("prompt", "rollout"):
+            ids = torch.full((length,), getattr(sequence.sample, name))
+            fields.setdefault(f"{name}_ids", []).append(ids)
     lengths = torch.tensor([0, *map(len, fields["tokens"])])
     joined = {name: torch.cat(parts) for name, parts in fields.items()}
     return {**joined, "cu_seqlens": lengths.cumsum(0).int()}
 
 
-def forward_step(iterator: Iterator[Any] | None, model: Any) -> Any:
+def hybrid_step(iterator: Iterator[Any] | None, model: Any, loss: Any = gpt.stock_loss_func) -> Any:
     """As pretrain_gpt.py's, from a sample to the loss function."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -89,56 +131,219 @@ def forward_step(iterator: Iterator[Any] | None, model: Any) -> Any:
         local_cp_size=int(batch["local_cp_size"]),
         cp_group=local.get("hybrid_cp_group"),
     )
+    return losses_of_part(model, local, packing, loss)
+
+
+def losses_of_part(model: Any, local: dict[str, Tensor], packing: Any, loss: Any) -> Any:
     tokens, labels = local["tokens"], local["labels"]
-    logits = model(tokens, torch.zeros_like(tokens), None, packed_seq_params=packing)
-    logits = gpt.gather_from_tensor_model_parallel_region(logits)
+    output = model(tokens, torch.zeros_like(tokens), None, packed_seq_params=packing)
+    loss_func = partial(loss, local["loss_mask"])
+    if not parallel_state.is_pipeline_last_stage():
+        return output, loss_func
+    logits = gpt.gather_from_tensor_model_parallel_region(output)
     losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return losses.view_as(labels), partial(gpt.stock_loss_func, local["loss_mask"])
+    return losses.view_as(labels), loss_func
 
 
-def train(sizes: dict[str, int], modes: tuple[str, ...]) -> dict[str, tuple[Gradient, float, float]]:
-    """By mode: the gradient, the reported aggregated loss, and ``lm loss``."""
-    gpt.initialize(**sizes, hybrid_context_parallel=True)
-    config = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": PER_RANK}
-    plain = gpt.build(per_token=True, **config)
-    plain.position_embedding_type = "none"
-    model = gpt.data_parallel(plain)
-    ranks = parallel_state.get_data_parallel_world_size()
-    of_rank = [*range(len(LENGTHS))][gpt.data_rank() :: ranks]
-    found = {}
-    for mode in modes:
-        iterator = None
-        if gpt.reads_data():
-            items = iter([packs(of_rank)])
-            iterator = data_schedule.HybridCPDataLoaderWrapper(items, model.config)
-        hook = LossHook(aggregation(mode))
-        reports = gpt.run_step(hook, model, iterator, 1, forward_step_func=forward_step)
-        loss, lm_loss = (gpt.reported(reports, f"{x} loss") for x in (mode, "lm"))
-        found[mode] = (gradients.of(model), loss, lm_loss)
-    return found
+def hybrid_iterator(config: Any, places: Any) -> Any:
+    if not gpt.reads_data():
+        return None
+    return data_schedule.HybridCPDataLoaderWrapper(iter([packs(places)]), config)
+
+
+def train_hybrid(sizes: dict[str, int], per_rank: int, expected: Expected) -> None:
+    model = build(sizes, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=per_rank)
+    hooks = {mode: LossHook(aggregation(mode), evaluates=True) for mode, *_ in expected}
+    for step in expected:
+        mode, places, _, loss, _ = step
+        iterator = hybrid_iterator(model.config, places)
+        check_step(hooks[mode], model, iterator, step, **HYBRID)
+        iterator = hybrid_iterator(model.config, places)
+        evaluated = gpt.run_step(hooks[mode], model, iterator, forward_only=True, **HYBRID)
+        assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+
+
+HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_step}
 
 
 @pytest.mark.parametrize(
-    "ranks, sizes",
-    [
-        (4, {}),
-        (4, {"cp": 2}),
-        (2, {"cp": 2}),
-        (4, {"tensor_model_parallel_size": 2}),
-    ],
-    ids=str,
+    "ranks, sizes, per_rank",
+    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16)],
+    ids=["dp4", "dp2-cp2", "tp2-dp2"],
 )
 def test_hybrid_context_parallelism_is_exact(
-    ranks: int, sizes: dict[str, int], reference: Reference
+    ranks: int, sizes: dict[str, int], per_rank: int, reference: Reference
 ) -> None:
-    of_ranks = run_host_ranks(train, ranks, sizes, MODES)
-    step = ((tuple(range(len(LENGTHS))),),)
-    for mode in MODES:
-        w = weights_of(mode, step)
-        expected, loss = reference.gradient(w), reference.loss(w)
-        lm_loss = reference.loss(weights_of("token_mean", step))
-        for got, reported, reported_lm in (x[mode] for x in of_ranks):
-            if "tensor_model_parallel_size" not in sizes:
-                assert relative_error(got, expected) < EXACT, mode
-            assert reported == pytest.approx(loss, rel=1e-6)
-            assert reported_lm == pytest.approx(lm_loss, rel=1e-6)
+    steps = [(mode, ALL) for mode in MODES] + [("prompt_mean", HALF), ("sample_mean", HALF)]
+    run_host_ranks(train_hybrid, ranks, sizes, per_rank, expected_of(reference, steps))
+
+
+def test_a_sample_on_ranks_without_a_group_is_refused() -> None:
+    # Megatron's own scheduler gives a sample of 256 tokens to the ranks 2 to 5, and hangs.
+    domain = SimpleNamespace(size=lambda: 8)
+    scheduler = data_schedule.BalancedCPScheduler(max_seq_len_per_rank=64, dp_cp_group=domain)
+    lengths = enumerate((256, 32, 256, 96, 128, 128, 128, 192, 128))
+    _, groups = scheduler.get_groups_and_subsamples([*lengths], None)
+    samples = {gid: {} for gid in range(9)}
+    said = {error_of(dealt_batches, (samples, groups), rank) for rank in range(8)}
+    assert len(said) == 1
+    assert "HostError: a sample must be held by all ranks of a group" in str(said.pop())
+
+
+# Packs, each with a number of ranks.
+
+# By microbatch: first rank and number of ranks of each pack, and its samples.
+PACKS = (
+    {(0, 4): (0, 1, 8)},
+    {(0, 2): (2, 3), (2, 2): (4,)},
+    {(0, 1): (5,), (1, 1): (6,), (2, 2): (7, 9)},
+)
+PACKS_OF_TWO = (
+    {(0, 2): (0, 1, 8)},
+    {(0, 1): (2, 3), (1, 1): (4, 9)},
+    {(0, 2): (5, 6, 7)},
+)
+
+
+def dynamic_packs(table: Any) -> Iterator[dict[str, Any]]:
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for of_microbatch in table:
+        for (first, size), samples in of_microbatch.items():
+            if first <= rank < first + size:
+                batch = padded_to_multiple([sequences()[i] for i in samples])
+                yield {**batch, "local_cp_size": torch.tensor(size, dtype=torch.int32)}
+
+
+def padded_to_multiple(chosen: list[Sequence]) -> dict[str, Any]:
+    """A pack whose padded places are long enough for four ranks; padding is not zero."""
+    of_rows = batch_of(chosen, "thd")
+    starts = of_rows["cu_seqlens_padded"]
+    widths = [int(n) + -int(n) % MULTIPLE for n in starts.diff()]
+    parts = zip(starts[:-1], starts[1:], widths, strict=True)
+    places = [(int(a), int(b), w) for a, b, w in parts]
+    batch = {"cu_seqlens_padded": torch.tensor([0, *widths]).cumsum(0).int()}
+    for name, fill in (("tokens", 3), ("labels", 5), ("loss_mask", 0)):
+        x = of_rows[name][0]
+        batch[name] = torch.cat([pad(x[a:b], (0, w - (b - a)), value=fill) for a, b, w in places])
+        batch[name] = batch[name].unsqueeze(0)
+    return {**of_rows, **batch}
+
+
+def packed_step(iterator: Iterator[Any], model: Any, loss: Any = gpt.stock_loss_func) -> Any:
+    batch = gpt.received(iterator)
+    size = int(batch["local_cp_size"])
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % size
+    starts = batch["cu_seqlens_padded"]
+    layout = CPLayout.thd(starts, size, rank)
+    local = {name: layout.shard(batch[name]) for name in ("tokens", "labels", "loss_mask")}
+    group = None
+    if size > 1:
+        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+    longest = int(starts.diff().max())
+    packing = PackedSeqParams(
+        *("thd", starts, starts, starts, starts, longest, longest),
+        local_cp_size=size,
+        cp_group=group,
+    )
+    return losses_of_part(model, local, packing, loss)
+
+
+PACKED: dict[str, Any] = {"num_microbatches": 3, "forward_step_func": packed_step}
+
+
+def train_packs(sizes: dict[str, int], table: Any, expected: Expected) -> None:
+    model = build(sizes, "dynamic_context_parallel")
+    for step in expected:
+        hook = LossHook(aggregation(step[0]))
+        check_step(hook, model, dynamic_packs(table), step, **PACKED)
+
+
+@pytest.mark.parametrize(
+    "sizes, table",
+    [({}, PACKS), ({"cp": 2}, PACKS), (PP2, PACKS_OF_TWO)],
+    ids=["dp4", "cp2", "pp2"],
+)
+def test_packs_with_ranks_of_their_own_are_exact(
+    sizes: dict[str, int], table: Any, reference: Reference
+) -> None:
+    steps = [(mode, ALL) for mode in MODES]
+    run_host_ranks(train_packs, 4, sizes, table, expected_of(reference, steps))
+
+
+# Refusals.
+
+
+def with_gather(iterator: Any, model: Any) -> Any:
+    losses, _ = packed_step(iterator, model)
+    return losses, TokenLoss(lambda x: x, torch.ones_like(losses), gather=lambda x: x)
+
+
+def local_masks(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Ranks that hold a pack have other masks."""
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for batch in batches:
+        yield {**batch, "loss_mask": batch["loss_mask"] * (1 + rank)}
+
+
+def without_number(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        del batch["local_cp_size"]
+        yield batch
+
+
+def on_fewer_ranks(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """A pack says that four ranks hold it, and two do."""
+    for batch in batches:
+        size = int(batch["local_cp_size"])
+        yield {**batch, "local_cp_size": torch.tensor(4 if size == 2 else size)}
+
+
+def as_they_are(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return batches
+
+
+REFUSED: dict[str, tuple[str, Any, Any]] = {
+    "DataError: a mean over microbatches needs those of the loop, got samples that Megatron deals": (
+        "microbatch_mean",
+        as_they_are,
+        packed_step,
+    ),
+    "HostError: TokenLoss(gather=) and SampleLoss(per_token=) need the same context-parallel": (
+        "sum",
+        as_they_are,
+        with_gather,
+    ),
+    "DataError: all ranks that hold a microbatch must give its whole mask, got mask sums of": (
+        "sum",
+        local_masks,
+        packed_step,
+    ),
+    "DataError: a batch under dynamic context parallelism must have the key 'local_cp_size', as": (
+        "sum",
+        without_number,
+        packed_step,
+    ),
+    "DataError: a microbatch with local_cp_size=4 must be given by the data- and context-parallel": (
+        "sum",
+        on_fewer_ranks,
+        packed_step,
+    ),
+}
+
+
+def refused() -> list[str | None]:
+    model = build({}, "dynamic_context_parallel")
+    said = []
+    for mode, change, step in REFUSED.values():
+        options = {**PACKED, "forward_step_func": step}
+        hook, iterator = LossHook(aggregation(mode)), change(dynamic_packs(PACKS))
+        said.append(error_of(gpt.run_step, hook, model, iterator, **options))
+    return said
+
+
+def test_what_is_not_exact_is_refused_on_every_rank() -> None:
+    for said in run_host_ranks(refused, 4):
+        for words, error in zip(REFUSED, said, strict=True):
+            name, _, text = words.partition(": ")
+            assert error is not None
+            assert (error.startswith(name) and text in error) or "PeerError" in error, error
