@@ -313,6 +313,18 @@ def plan_of_first_term(plans: Mapping[str, StepPlan]) -> StepPlan:
     return next(iter(plans.values()))
 
 
+def token_shape(plans: Mapping[str, StepPlan], i: int) -> MicrobatchShape:
+    """The shape of the tokens of microbatch ``i``, before context parallelism.
+
+    Of several terms that of a pack, if there is one: it says more of the split than rows.
+    """
+    shapes = []
+    for plan in plans.values():
+        sequences = plan.sequences[i]
+        shapes.append(plan.shapes[i] if sequences is None else sequences.shape)
+    return next((x for x in shapes if x.starts is not None), shapes[0])
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """The token sequences of one microbatch from which losses by sample are computed."""

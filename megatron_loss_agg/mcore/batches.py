@@ -109,15 +109,12 @@ class DrawnBatches:
             )
 
 
-def batches_of(call: Call, drawn: DrawnBatches, number: int) -> Iterator[Any]:
-    """This rank's batches of a call, one for each loss, from ``number`` items of the iterator."""
-    for _ in range(number):
-        item = drawn.draw()
-        if call.draws_samples:
-            assert call.groups.dp_cp is not None
-            yield from dealt_batches(item, dist.get_rank(call.groups.dp_cp))
-        else:
-            yield item
+def batches_of(call: Call, item: Any) -> Sequence[Any]:
+    """The batches of this rank in an item of the data iterator, one for each loss."""
+    if not call.draws_samples:
+        return [item]
+    assert call.groups.dp_cp is not None
+    return dealt_batches(item, dist.get_rank(call.groups.dp_cp))
 
 
 def with_holders(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:

@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.mcore.split import gathered, has_tokens, same_order, sums_by_sequence
+from megatron_loss_agg.mcore.split import gathered, is_by_token, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import holds_integers
-from megatron_loss_agg.plan import StepPlan, plan_of_first_term
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
 
@@ -208,7 +208,7 @@ def _of_token_loss(
     names = [*plans]
     is_whole = loss_function.gather is not None
     if loss_function.gather is not None:
-        shape = plan_of_first_term(plans).shapes[i]
+        shape = token_shape(plans, i)
         holders = call.groups.holders(shape)
         values = loss_function.gather(output)
         output = _for_each_tensor(lambda x: gathered(x, shape, split, holders), values)
@@ -440,9 +440,8 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
     """
     if packing is None or packing.qkv_format != "thd":
         return
-    plan = plan_of_first_term(plans)
     local_cp_size = getattr(packing, "local_cp_size", None)
-    expected = call.groups.holders(plan.shapes[i]).size
+    expected = call.groups.holders(token_shape(plans, i)).size
     if local_cp_size not in (None, expected):
         raise DataError(
             f"microbatch {i} must have the {expected} context-parallel ranks that were planned, got "
@@ -450,10 +449,9 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
             "dynamic_context_parallel in the model's configuration, where samples have groups of "
             "their own."
         )
-    sequences = plan.sequences[i]
-    shape = plan.shapes[i] if sequences is None else sequences.shape
+    shape = token_shape(plans, i)
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
-    if shape.starts is not None or ignores_samples or not has_tokens(shape):
+    if shape.starts is not None or ignores_samples or not is_by_token(shape):
         return
     is_one_sample = packing.cu_seqlens_q.numel() - 1 == shape.mask[0] == 1
     if not is_one_sample:

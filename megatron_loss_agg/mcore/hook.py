@@ -38,12 +38,14 @@ from megatron_loss_agg.mcore.checks.loss_function import (
     function_of,
 )
 from megatron_loss_agg.mcore.checks.masks import (
-    FirstTokens,
     SumsOnRank,
+    WholeTokens,
     check_mask_sums,
     check_split_was_verified,
     check_tokens,
     depends_on_split,
+    has_several_samples,
+    is_pack_of_several,
     sums_on_rank,
 )
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
@@ -210,7 +212,8 @@ class LossHook:
         # By model: whether a first training and a first evaluation call were verified.
         self._verified: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
         self._checked_functions: set[object] = set()  # see `checks.loss_function`
-        self._fitting_splits: set[str] | None = None  # see `check_tokens`
+        # All splits that fit the tokens that were compared; None: nothing was.
+        self._fitting_splits: set[str] | None = None
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
@@ -308,9 +311,11 @@ class LossHook:
             stack.callback(self._forget_call)
             if not call.ends_step:
                 stack.enter_context(call.without_reduction())
-            forward_step = call.arguments["forward_step_func"]
+            forward_step, model_calls = call.arguments["forward_step_func"], None
             if plans is not None:
-                model_calls = stack.enter_context(observed_calls(call)) if is_first else None
+                records.compares_tokens = is_first or self._may_show_split(call, plans)
+                if records.compares_tokens:
+                    model_calls = stack.enter_context(observed_calls(call))
                 forward_step = self._forward_step(call, plans, records, model_calls)
             result = schedule(**call.arguments_with(forward_step, records.iterator))
 
@@ -438,7 +443,11 @@ class LossHook:
         self, call: Call, step: _OpenStep | None, records: _Records
     ) -> list[MicrobatchOfTerms]:
         """The microbatches of a step, on a rank that reads data."""
-        number, tokens = call.scale.num_microbatches, FirstTokens()
+        number, tokens = call.scale.num_microbatches, records.tokens
+
+        def is_compared(microbatch: MicrobatchOfTerms) -> bool:
+            return records.is_first or (self._split_is_open and is_pack_of_several(microbatch))
+
         microbatches: list[MicrobatchOfTerms] = []
         if step is not None:
             microbatches = step.microbatches
@@ -452,14 +461,16 @@ class LossHook:
         else:
             items = 1 if call.draws_samples else number
             records.iterator = drawn = DrawnBatches(call.data_iterator, items)
-            for batch in batches_of(call, drawn, items):
-                microbatches.append(with_holders(call, self._read_batch(batch), batch))
-                if records.is_first:  # before the next one is drawn, maybe into the same memory
-                    tokens.add(microbatches[-1], batch)
-        if records.is_first:
-            for microbatch in microbatches[len(tokens.shapes) :]:
-                tokens.add(microbatch)
-            records.tokens = tokens
+            for _ in range(items):
+                for batch in batches_of(call, drawn.draw()):
+                    microbatch = with_holders(call, self._read_batch(batch), batch)
+                    # Before the next one is drawn, maybe into the same memory.
+                    if is_compared(microbatch):
+                        tokens[len(microbatches)] = WholeTokens.of(microbatch, batch)
+                    microbatches.append(microbatch)
+        for i, microbatch in enumerate(microbatches):
+            if i not in tokens and is_compared(microbatch):
+                tokens[i] = WholeTokens.of(microbatch)
         if not call.trains and "dataset" in units_by_id(self.terms):
             microbatches = with_dataset_ids(microbatches)
         return microbatches
@@ -482,10 +493,17 @@ class LossHook:
 
     def _check_call(self, call: Call, plans: Plans | None, records: _Records) -> None:
         """Raise unless the call's losses were those that were planned; in the first step everywhere."""
+        groups = call.groups
+        of_model = [groups.tp, groups.cp, groups.pp]
+        if call.ends_step:  # data-parallel ranks may make other numbers of calls
+            of_model.append(groups.dp)
         with contextlib.ExitStack() as stack:
             if records.is_first:  # later, ranks would wait without need
-                groups = call.groups
-                of_model = [groups.tp, groups.cp, groups.dp, groups.pp]
+                stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
+            if plans is not None:
+                self._check_number_of_losses(call, plans, records)
+        with contextlib.ExitStack() as stack:
+            if records.is_first:
                 stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
             if plans is not None:
                 self._check_losses(call, plans, records)
@@ -493,7 +511,7 @@ class LossHook:
         if tells_of_step and plans is not None and not self._has_printed:
             self._print_first_line(call, plans)
 
-    def _check_losses(self, call: Call, plans: Plans, records: _Records) -> None:
+    def _check_number_of_losses(self, call: Call, plans: Plans, records: _Records) -> None:
         first = plan_of_first_term(plans)
         # Under hybrid context parallelism a rank has as many as it was dealt samples.
         expected = len(first.sizes) if call.draws_samples else call.scale.num_microbatches
@@ -504,16 +522,20 @@ class LossHook:
                 f"{computed}. Return a loss function from every forward step, and pass num_microbatches "
                 "on unchanged."
             )
-        if records.is_first:
-            self._fitting_splits = check_tokens(
+
+    def _check_losses(self, call: Call, plans: Plans, records: _Records) -> None:
+        if records.compares_tokens:
+            fitting = check_tokens(
                 call,
                 records.tokens,
                 records.inputs,
-                first.rows.microbatches.tolist(),
+                plan_of_first_term(plans).rows.microbatches.tolist(),
                 records.depend_on_split,
                 self.split,
                 self._split_is_declared,
             )
+            if fitting is not None:
+                self._fitting_splits = fitting & (self._fitting_splits or fitting)
         elif records.depend_on_split:
             i = min(records.depend_on_split)
             check_split_was_verified(i, self._fitting_splits, self.split, self._split_is_declared)
@@ -523,12 +545,28 @@ class LossHook:
         if isinstance(records.iterator, DrawnBatches):
             records.iterator.check_taken()
 
+    @property
+    def _split_is_open(self) -> bool:
+        """Whether the tokens that were compared fit several splits, as those of rows do."""
+        return self._fitting_splits is not None and len(self._fitting_splits) > 1
+
+    def _may_show_split(self, call: Call, plans: Plans) -> bool:
+        """Whether this call's packs may decide between the splits that earlier tokens fit.
+
+        Under dynamic context parallelism ranks have different packs, and the first step decides.
+        """
+        if not self._split_is_open or call.groups.dp_cp is not None:
+            return False
+        indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
+        return any(has_several_samples(plans, i) for i in indices)
+
     def _print_first_line(self, call: Call, plans: Plans) -> None:
         if _is_empty(self.terms, plans):
             return
         self._has_printed = True
         if prints_first_line(call):
-            text = first_line(call, self.terms, plans, self.split, self._measured, self._settings)
+            split = self.split if self._fitting_splits else f"{self.split} (not verified)"
+            text = first_line(call, self.terms, plans, split, self._measured, self._settings)
             print(text, flush=True)
 
     def _compared_settings(self) -> dict[str, object]:
@@ -555,7 +593,7 @@ class _OpenStep:
     microbatches: list[MicrobatchOfTerms]
     taken: int = 0
     plans: Plans | None = None
-    tokens: FirstTokens | None = None
+    tokens: dict[int, WholeTokens] = field(default_factory=dict)
 
     def take(self, call: Call) -> Call:
         """``call`` with its place in the step; DataError for more microbatches than are left."""
@@ -581,7 +619,8 @@ class _Records:
     sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
     stock_losses: dict[int, StockLoss] = field(default_factory=dict)  # likewise
     depend_on_split: set[int] = field(default_factory=set)  # microbatches
-    tokens: FirstTokens | None = None
+    tokens: dict[int, WholeTokens] = field(default_factory=dict)  # that may be compared
+    compares_tokens: bool = False
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # of the model's calls
 
 

@@ -134,7 +134,7 @@ def check_has_group(holders: Holders) -> None:
         )
 
 
-def has_tokens(shape: MicrobatchShape) -> bool:
+def is_by_token(shape: MicrobatchShape) -> bool:
     """Whether a mask is of tokens, and not of whole samples as `Microbatch.of_samples` makes it."""
     return shape.starts is not None or shape.mask[-1] != 1
 

@@ -255,9 +255,8 @@ def configured(says: str = "", **config: Any) -> Refusal:
     return Refusal(says, two_rows(run=partial(with_config, **config)))
 
 
-OWN_GROUPS = "groups of their own"
 OFF = {
-    f"{name}_context_parallel": f"HostError: --{name}-context-parallel cannot go ... {OWN_GROUPS}"
+    f"{name}_context_parallel": f"HostError: --{name}-context-parallel needs --calculate-per-token"
     for name in ("hybrid", "dynamic")
 }
 OFF["overlap_moe_expert_parallel_comm"] = "HostError: --overlap-moe ... cannot be checked"
@@ -281,7 +280,8 @@ SETTINGS = {
         case=two_rows("sum", step=partial(packed_call, local_cp_size=1))
     ),
     "a context group of a sample's own": Refusal(
-        "DataError: samples must have the context-parallel group of all 1 ranks, got local_cp_size=2",
+        "DataError: microbatch 0 must have the 1 context-parallel ranks that were planned, got "
+        "local_cp_size=2 in the model's call. Set hybrid_context_parallel",
         two_rows(step=partial(packed_call, local_cp_size=2)),
     ),
     "Megatron's loss of gathered logits": Refusal(

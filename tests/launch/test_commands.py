@@ -127,7 +127,7 @@ DOCTOR = {
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
     f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @-m",
     "@ token_mean @-moe host": "FAIL: OptionError: @-moe must be one of megatron, whole, got",
-    "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel",
+    "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel needs",
 }
 
 

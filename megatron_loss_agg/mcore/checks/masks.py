@@ -13,7 +13,6 @@ order of the microbatches. Padding is not compared.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,9 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
-from megatron_loss_agg.mcore.split import SPLITS, has_tokens, layout_of, sums_of_samples
+from megatron_loss_agg.mcore.split import SPLITS, is_by_token, layout_of, sums_of_samples
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, MicrobatchShape
-from megatron_loss_agg.plan import StepPlan, plan_of_first_term
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 
 _TOLERANCE = 1e-5
 """Of sums, relative: they are in fp32."""
@@ -81,7 +80,7 @@ def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool
         for name in sums:
             for planned, size in _planned_sums(plan, i, name):
                 total = next(remaining)
-                if not abs(total - planned) <= _TOLERANCE * size:  # NaN is not
+                if not abs(total - planned) <= _allowed(name, planned, size):  # NaN is not
                     raise DataError(
                         "the loss function's mask must be this rank's part of the batch's "
                         f"'loss_mask': in microbatch {i} its {name} must be {planned:g}, got "
@@ -89,6 +88,12 @@ def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool
                         "declared (--loss-aggregation-split, LossHook(split=)), or give the final mask: "
                         f"{HOW_TO_READ}."
                     )
+
+
+def _allowed(name: str, planned: float, size: float) -> float:
+    """The error that a sum may have: of masks of 0 and 1 fp32 adds up exactly."""
+    is_count = name != "sum of weights" and planned.is_integer() and planned < 2**24
+    return min(_TOLERANCE * size, 0.5) if is_count else _TOLERANCE * size
 
 
 def _over_holders(
@@ -146,31 +151,40 @@ def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]
     return [(x, x) for x in mask_sums.tolist()]
 
 
-@dataclass
-class FirstTokens:
-    """The integers that the model is called with in the first step, whole, by microbatch."""
+class WholeTokens(NamedTuple):
+    """The tokens of one microbatch, before context parallelism."""
 
-    of_batches: list[list[Tensor]] = field(default_factory=list)  # copies, on the CPU
-    shapes: list[MicrobatchShape] = field(default_factory=list)
-    is_real: list[Tensor] = field(default_factory=list)  # not padding; in the shape of the mask
+    inputs: list[Tensor]  # integers that the model is called with: copies, on the CPU
+    shape: MicrobatchShape  # as of `token_shape`
+    is_real: Tensor  # not padding; in the shape of the mask
 
-    def add(self, of_terms: MicrobatchOfTerms, batch: Any = None) -> None:
-        """Add those of the next microbatch; where its losses are by sample, of its sequences.
+    @classmethod
+    def of(cls, of_terms: MicrobatchOfTerms, batch: Any = None) -> WholeTokens:
+        """Of a microbatch; where its losses are by sample, of its sequences.
 
         Args:
-            of_terms: of several terms, a pack says more of the split than rows.
             batch: of the microbatch, if one was drawn.
         """
-        several = list(of_terms.values()) if isinstance(of_terms, Mapping) else [of_terms]
-        several = [x if x.sequences is None else x.sequences for x in several]
-        packs = [x for x in several if x.cu_seqlens is not None]
-        microbatch = (packs or several)[0]
+        microbatch = _with_tokens(of_terms)
         inputs = microbatch.model_inputs or model_inputs_of(batch, microbatch.loss_mask)
-        if not has_tokens(microbatch.shape):
+        if not is_by_token(microbatch.shape):
             inputs = ()
-        self.of_batches.append([x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)])
-        self.shapes.append(microbatch.shape)
-        self.is_real.append(_is_real(microbatch))
+        copies = [x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)]
+        return cls(copies, microbatch.shape, _is_real(microbatch))
+
+
+def is_pack_of_several(of_terms: MicrobatchOfTerms) -> bool:
+    """Whether the tokens of a microbatch may show which split they are under."""
+    offsets = _with_tokens(of_terms).cu_seqlens
+    return offsets is not None and len(offsets) > 2
+
+
+def _with_tokens(of_terms: MicrobatchOfTerms) -> Microbatch:
+    """The microbatch of the term that says most of the split, as `token_shape` chooses it."""
+    several = list(of_terms.values()) if isinstance(of_terms, Mapping) else [of_terms]
+    several = [x if x.sequences is None else x.sequences for x in several]
+    packs = [x for x in several if x.cu_seqlens is not None]
+    return (packs or several)[0]
 
 
 class SplitFinding(NamedTuple):
@@ -194,12 +208,12 @@ def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathe
     has_tokens_with_loss = any(bool(plan.coefficients(i).any()) for plan in plans.values())
     if not has_tokens_with_loss:
         return False
-    return is_gathered or any(_has_several_samples(plan, i) for plan in plans.values())
+    return is_gathered or has_several_samples(plans, i)
 
 
 def check_tokens(
     call: Call,
-    tokens: FirstTokens | None,
+    tokens: Mapping[int, WholeTokens],
     inputs: Mapping[int, Sequence[Tensor] | None],
     rows: Sequence[int],
     depend_on_split: Collection[int],
@@ -211,6 +225,7 @@ def check_tokens(
     On all ranks of the last stage; the tensor-parallel ranks that read batches compare.
 
     Args:
+        tokens: of the microbatches of the step that are compared; empty on ranks that read none.
         rows: of this rank's microbatches in the table of all ranks.
         inputs: by microbatch, the integer tensors that the model was called with.
         depend_on_split: microbatches whose weights are right under one split alone.
@@ -224,19 +239,21 @@ def check_tokens(
     """
 
     def compare() -> tuple[set[str] | None]:
-        assert tokens is not None
-        mine = _RankFindings(
-            {row: _offsets(shape) for row, shape in zip(rows, tokens.shapes, strict=True)},
-            {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items()},
-        )
-        of_ranks = gather_objects(lambda: mine, call.groups.comparing, "comparing tokens")
+
+        def findings() -> _RankFindings:
+            return _RankFindings(
+                {rows[i]: _offsets(x.shape) for i, x in tokens.items()},
+                {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items() if i in tokens},
+            )
+
+        of_ranks = gather_objects(findings, call.groups.comparing, "comparing tokens")
         splits = {}
         for i in inputs:
             holders = [rank for rank in of_ranks if rows[i] in rank.offsets]
-            if any(rank.offsets[rows[i]] != mine.offsets[rows[i]] for rank in holders):
+            if any(rank.offsets[rows[i]] != holders[0].offsets[rows[i]] for rank in holders):
                 raise _other_batches()
-            findings = [rank.findings.get(rows[i]) for rank in holders]
-            splits[i] = _common_splits(i, [x for x in findings if x is not None])
+            of_holders = [rank.findings.get(rows[i]) for rank in holders]
+            splits[i] = _common_splits(i, [x for x in of_holders if x is not None])
         compared = [x for x in splits.values() if x is not None]
         fitting = set.intersection(*compared) if compared else None
         for i in depend_on_split:
@@ -309,41 +326,38 @@ def _common_splits(i: int, findings: Sequence[SplitFinding]) -> set[str] | None:
     return common
 
 
-def _has_several_samples(plan: StepPlan, i: int) -> bool:
+def has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
     """Whether microbatch ``i`` is a pack of several; of a lone one, its mask shows a wrong split."""
-    sequences = plan.sequences[i]
-    shape = plan.shapes[i] if sequences is None else sequences.shape
-    return shape.starts is not None and len(shape.starts) > 2
+    starts = token_shape(plans, i).starts
+    return starts is not None and len(starts) > 2
 
 
 def _finding(
-    call: Call, tokens: FirstTokens, i: int, inputs: Sequence[Tensor] | None
+    call: Call, tokens: Mapping[int, WholeTokens], i: int, inputs: Sequence[Tensor] | None
 ) -> SplitFinding | None:
     """None where nothing can be compared."""
     on_rank = [x.detach().cpu() for x in inputs or () if _tells_tokens_apart(x)]
-    if not on_rank or not tokens.of_batches[i]:
+    if not on_rank or not tokens[i].inputs:
         return None
-    splits = [split for split in SPLITS if _fits(call, tokens, i, on_rank, split)]
+    splits = [split for split in SPLITS if _fits(call, tokens[i], on_rank, split)]
     if splits:
         return SplitFinding(splits, [])
     others = [
-        j
-        for j in range(len(tokens.of_batches))
-        if any(_fits(call, tokens, j, on_rank, split) for split in SPLITS)
+        j for j, x in tokens.items() if any(_fits(call, x, on_rank, split) for split in SPLITS)
     ]
     return SplitFinding([], others)
 
 
-def _fits(call: Call, tokens: FirstTokens, i: int, on_rank: Sequence[Tensor], split: str) -> bool:
-    """Whether some of this rank's tensors is its part of one of microbatch ``i``'s."""
-    shape = tokens.shapes[i]
+def _fits(call: Call, tokens: WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
+    """Whether some of this rank's tensors is its part of one of a microbatch's."""
+    shape = tokens.shape
     try:
         holders = call.groups.holders(shape)
         layout = layout_of(shape, split, holders.size, holders.rank)
     except DataError:  # of a length that cannot be split in this way
         return False
-    is_padding = ~layout.shard(tokens.is_real[i])
-    for whole in tokens.of_batches[i]:
+    is_padding = ~layout.shard(tokens.is_real)
+    for whole in tokens.inputs:
         part = layout.shard(whole.reshape(shape.mask))
         same_size = (x.reshape(part.shape) for x in on_rank if x.numel() == part.numel())
         if any(bool(((x == part) | is_padding).all()) for x in same_size):
