@@ -1,4 +1,4 @@
-"""Collectives that turn a failure on one rank into an error on every rank, instead of a hang."""
+"""Collectives; some turn a failure of one rank into an error of all, instead of a hang."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 @contextlib.contextmanager
 def failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
-    """Raise PeerError with ``message`` if the body failed only on other ranks of ``groups``."""
+    """Raise PeerError with ``message`` if the body failed only on other ranks of ``groups``.
+
+    All of their ranks must enter. A failure spreads along the groups in this order.
+    """
     failed = True
     try:
         yield
@@ -127,7 +130,7 @@ def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if "gloo" not in backends.values():
         return x.to(torch.accelerator.current_accelerator() or "cpu")
-    return x if backends.get(x.device.type, "gloo") != "gloo" else x.cpu()
+    return x.cpu() if backends.get(x.device.type, "gloo") == "gloo" else x
 
 
 class SumOverRanks(torch.autograd.Function):

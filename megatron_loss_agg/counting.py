@@ -354,9 +354,9 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
 
 
 def counted(agg: LossAggregation, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Mask sum and number of each sample in the denominators, fp64 [samples] each.
+    """Each sample's mask sum and 1, as denominators see them: fp64 [samples] each.
 
-    Both are 0 for rejected samples that do not count.
+    Both are 0 for a rejected sample that does not count.
     """
     is_skipped_S = samples.rejected & (agg.rejected == "skip")
     return samples.mask_sum.masked_fill(is_skipped_S, 0.0), (~is_skipped_S).double()
@@ -416,6 +416,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         across = float(in_means_G(agg.across).sum())
     else:
         across = 1.0
+    # Microbatches without samples are in no group, and count as empty ones.
     if (agg.weighted or agg.across) == "microbatch" and agg.empty == "count":
         microbatches_with_samples = int(in_means_G("microbatch").sum())
         across += samples.microbatches - microbatches_with_samples

@@ -91,6 +91,7 @@ def _sums(microbatch: Microbatch, i: int) -> Tensor:
     bounds = _segment_bounds(microbatch, i)
     flat = mask.reshape(-1).double()
     sums = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
+    # Segments alternate: a sample, the padding behind it. The last sample is an empty one.
     sums_of_samples, sums_of_padding = sums[:-2:2], sums[1::2]
     if bool(sums_of_padding.any()):
         raise DataError(

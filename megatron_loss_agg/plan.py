@@ -382,7 +382,7 @@ def plan_step(
     group: dist.ProcessGroup | None,
     copies: bool = False,
 ) -> dict[str, StepPlan]:
-    """`StepPlan.build_terms`, whose plans hold the microbatches themselves unless it ``copies``.
+    """`StepPlan.build_terms`; unless it ``copies``, plans refer to the given microbatches.
 
     Args:
         microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
@@ -401,7 +401,7 @@ def plan_step(
         )
     rank = 0 if group is None else dist.get_rank(group)
     return {
-        name: _plan(
+        name: _plan_of_term(
             term.aggregation, [part.samples[name] for part in parts], rank, parts[rank].local[name]
         )
         for name, term in named_terms(terms).items()
@@ -449,7 +449,7 @@ class _RankPart:
         return {"words": self.words, "samples": self.samples, "local": {}}
 
 
-def _plan(
+def _plan_of_term(
     agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _LocalMicrobatches
 ) -> StepPlan:
     """The plan of one term, from the samples of each rank, and this rank's microbatches."""

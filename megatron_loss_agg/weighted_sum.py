@@ -69,7 +69,8 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     w, losses = w.detach().to(wide).flatten(), token_loss.to(wide).flatten()
     total = torch.dot(losses, w)
     # The gradient is w even where losses are not finite: only the value needs a repair, since NaN * 0
-    # is NaN. Losses are selected only then: on a CPU that takes longer than all the rest.
+    # is NaN. Losses are selected only if they may not be finite: on a CPU, looking costs less than
+    # selecting; on a device, it would wait.
     if not _is_known_finite(total):
         with torch.no_grad():
             total.detach().copy_(torch.dot(torch.where(w != 0, losses, 0), w))

@@ -46,7 +46,7 @@ class ProcessGroups:
 
         if pg_collection is None:
             return cls(
-                # Gloo's where Megatron has one beside NCCL's: counts then wait for no kernel.
+                # Gloo's, where Megatron has one beside NCCL's: a gather of counts waits for no kernel.
                 dp=getattr(parallel_state, "_DATA_PARALLEL_GROUP_GLOO", None)
                 or parallel_state.get_data_parallel_group(with_context_parallel=False),
                 cp=parallel_state.get_context_parallel_group(),
@@ -211,7 +211,8 @@ STOCK = "stock_schedule"
 def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's own function, if ``schedule`` is a wrapper with the attribute `STOCK`."""
     wrapper, function = getattr(schedule, STOCK, (None, schedule))
-    return function if wrapper is schedule else schedule  # other wrappers may copy the attribute
+    # `functools.wraps` copies the attribute to other wrappers.
+    return function if wrapper is schedule else schedule
 
 
 @contextlib.contextmanager

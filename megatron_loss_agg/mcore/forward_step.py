@@ -262,7 +262,7 @@ def _of_sample_loss(
 
         sums = _for_each_tensor(sums_of, loss_function.per_token(output))
         sequence_mask_sum = sums_by_sequence(
-            mask, mask != 0, sequences.shape, split, holders, False
+            mask, mask != 0, sequences.shape, split, holders, over_ranks=False
         )
         lengths = sequences.mask_sum.to(mask.device, mask.dtype)
         losses, report = losses_and_report(loss_function.compute(sums, lengths))
@@ -433,7 +433,7 @@ def observed_calls(call: Call) -> Iterator[ModelCalls]:
 
 
 def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
-    """Raise DataError if the model was called with other packs than the batch describes.
+    """Raise DataError if the model got a pack where the batch has rows, or other ranks than planned.
 
     Args:
         packing: Megatron's ``packed_seq_params``, or None for rows.
@@ -453,7 +453,7 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
     if shape.starts is not None or ignores_samples or not is_by_token(shape):
         return
-    is_one_sample = packing.cu_seqlens_q.numel() - 1 == shape.mask[0] == 1
+    is_one_sample = shape.mask[0] == 1 and len(packing.cu_seqlens_q) == 2
     if not is_one_sample:
         raise DataError(
             "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "

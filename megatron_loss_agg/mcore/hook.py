@@ -1,6 +1,6 @@
 """One call of Megatron's schedule, or several, as one exact optimizer step.
 
-Two functions are the whole way of a call: `LossHook._run`, from the step's batches to its plan, and
+A call goes through two functions: `LossHook._run`, from the step's batches to its plan, and
 `LossHook._loss`, from a microbatch's model output to the loss that Megatron differentiates.
 """
 
@@ -107,7 +107,7 @@ class LossHook:
     see `step`. The forward step returns what Megatron's own does, per-token losses and
     ``partial(loss_func, loss_mask)``, or a `TokenLoss` or `SampleLoss` as the loss function. Reports
     of a stock loss function keep ``lm loss`` as the mean over tokens. Reports get the aggregated
-    loss of the step, named ``"<mode> loss"`` or by the preset; both are (sum, count) pairs.
+    loss of the step, named ``"<mode> loss"`` or by the preset; both are pairs whose quotient it is.
 
     A loss of several terms, each with a denominator of its own:
 
@@ -125,8 +125,9 @@ class LossHook:
             forward pass and then passes them to the schedule.
         read_step: (data iterator of the last model chunk, number of microbatches) -> list of that
             many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
-            iterator must not be drawn ahead. The hook then draws nothing. Called on tensor-parallel
-            rank 0 of the last pipeline stage, with ``evaluates`` for evaluations, too.
+            iterator must not be drawn ahead. The hook then draws nothing. It is called on
+            tensor-parallel rank 0 of the last pipeline stage; for evaluations, too, if
+            ``evaluates``.
         split: how the script splits tokens over context-parallel ranks: ``zigzag`` (inside every
             row or packed sequence), ``zigzag_pack`` (over the whole pack) or ``contiguous``. None:
             ``zigzag``. It is compared with the model's inputs in the first step; see docs/limits.md.
@@ -146,7 +147,7 @@ class LossHook:
 
     Attributes:
         terms: `Term` by name.
-        split: the declared split.
+        split: the declared split, or ``zigzag``.
         reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
         step_is_empty: whether the last training step was empty, the same on every rank; always
@@ -254,14 +255,15 @@ class LossHook:
 
         Args:
             microbatches: this data-parallel rank's whole step, in the order of the calls. All ranks
-                of the model give as many; those that read no data may give anything.
+                of one model replica give a list of the same length; ranks that read no data ignore
+                its elements.
 
         Raises:
             DataError: the block ends with microbatches left, or a step is open already.
         """
         if self._open_step is not None:
             raise DataError(
-                "hook.step must not be opened inside another one. Leave the first block before."
+                "hook.step must not be opened inside another one. Leave the first block first."
             )
         self._open_step = step = _OpenStep(listed(microbatches))
         try:
@@ -398,7 +400,8 @@ class LossHook:
     ) -> Callable[..., Any]:
         """The script's forward step, whose loss function is replaced by `_loss`.
 
-        All that a loss depends on is bound here, so that it may be computed twice.
+        All that a loss depends on is bound here, since Megatron may compute it again. ``i`` counts
+        the microbatches of the step, of which a call may have a part.
         """
         script_forward_step = call.arguments["forward_step_func"]
 
@@ -613,7 +616,7 @@ class _OpenStep:
 class _Records:
     """Results of one call that are compared after it; numbers stay on the device until then."""
 
-    is_first: bool  # of its kind on this model: tokens and sums by sample are compared, too
+    is_first: bool  # training, or evaluation, call of this model that is verified
     iterator: Any  # that the schedule gets
     forward_steps: int = 0  # that have run
     sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
@@ -633,8 +636,9 @@ def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:
 def _tokens_of_rank(call: Call, plan: StepPlan, i: int) -> int:
     """Token count that this rank returns to Megatron for microbatch ``i``.
 
-    Context-parallel ranks return parts that add up, and differ by 1 at most. The last call of a
-    step also returns the tokens of earlier calls, whose counts Megatron has dropped.
+    The floors of ``(tokens + rank) / size`` over context-parallel ranks add up to the tokens. The
+    last call of a step also returns the tokens of earlier calls, since Megatron dropped their counts
+    with its finalization (`Call.without_reduction`).
     """
     counts_earlier_calls = i == call.first_index and call.ends_step
     counted = range(i + 1) if counts_earlier_calls else [i]

@@ -29,7 +29,7 @@ def weights_on_rank(
 ) -> Tensor:
     """``m_t * c_s`` in the shape of the losses, at least fp32.
 
-    Losses that every context-parallel rank has count one part each.
+    Where every context-parallel rank has all losses, each counts its share of them.
     """
     coefficient_S = plan.coefficients(i)
     if term.is_whole:

@@ -61,7 +61,7 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
         chunk, ranks = tokens // cp_size, [cp_rank]
     else:
         chunk, ranks = tokens // (2 * cp_size), [cp_rank, 2 * cp_size - 1 - cp_rank]
-    held = torch.zeros_like(starts)
+    held = torch.zeros_like(starts)  # this rank's tokens before each start, chunk by chunk
     for k in ranks:
         held += (starts - k * chunk).clamp(0, chunk)
     return held

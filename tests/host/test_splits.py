@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import SampleLoss, TokenLoss, read_batch
+from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
+from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
 from tests.host import gpt, parallel_state
 from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
@@ -121,6 +121,7 @@ def telling() -> Batch:
 
 
 PACK = pack()
+LONE_PACK = padded((TOKENS, TOKENS))
 LONE = padded((38, 40), padding=31)  # one sample, and padding behind it
 PLACES_OF_32 = [padded((16, 32), (second, 32)) for second in (16, 12)]
 
@@ -303,6 +304,47 @@ def test_the_declared_split_is_that_of_the_weights(name: str) -> None:
             assert {key: reports[key] for key in wanted} == pytest.approx(wanted, rel=EXACT)
 
 
+def two_shapes(first: str) -> list[dict[str, float]]:
+    """The reports of two terms, of which one sees a row and the other a pack, in both orders."""
+    gpt.initialize(cp=2)
+    model = gpt.ddp_model()
+    of_names = {"row": lambda b: Microbatch(b["loss_mask"]), "pack": read_batch}
+    names = [first, *(of_names.keys() - {first})]
+    hook = LossHook(
+        {name: LossAggregation(mode="sample_mean") for name in names},
+        read_batch=lambda batch: {name: of_names[name](batch) for name in names},
+    )
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        output, loss = labels_as_losses("zigzag", iterator, model, kind="gather")
+        masks = dict.fromkeys(names, loss.loss_mask)
+        return output, TokenLoss(lambda x: dict.fromkeys(names, x), masks, loss.gather)
+
+    reports = gpt.run_step(hook, model, iter([PACK]), 1, forward_step_func=forward_step)
+    return [{name: gpt.reported(reports, f"{name} loss") for name in names}]
+
+
+@pytest.mark.parametrize("first", ["row", "pack"])
+def test_terms_of_a_row_and_a_pack_gather_by_the_split_of_the_pack(first: str) -> None:
+    expected = {"row": float(LABELS.double().mean()), "pack": mean_of_means(PACK)}
+    for reports in run_host_ranks(two_shapes, 2, first):
+        assert reports == [pytest.approx(expected, rel=EXACT)]
+
+
+def evaluated_between() -> None:
+    """An evaluation whose tokens tell nothing forgets nothing."""
+    gpt.initialize(cp=2)
+    model = gpt.ddp_model()
+    hook = LossHook(LossAggregation(mode="sample_mean"), evaluates=True)
+    step = {"forward_step_func": partial(labels_as_losses, "zigzag")}
+    for batch, forward_only in ((PACK, False), (dummy(), True), (PACK, False)):
+        gpt.run_step(hook, model, iter([batch]), 1, forward_only=forward_only, **step)
+
+
+def test_an_evaluation_without_telling_tokens_leaves_the_split_verified() -> None:
+    run_host_ranks(evaluated_between, 2)
+
+
 # The same by gradient, for Megatron's own split of a pack with padding behind its only sample.
 BEHIND = 64  # tokens of the pack
 
@@ -456,6 +498,14 @@ OF_PARTS = {
         "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows
     ),
     "zigzag_pack by default": misdeclared("zigzag_pack", None),
+    **{
+        f"zigzag_pack by default, after {name} that fit two splits": Refusal(
+            "DataError: microbatch 0 must be split ... as declared, zigzag, got zigzag_pack. Give",
+            steps("zigzag_pack", batch, PACK),
+            "cp2",
+        )
+        for name, batch in (("rows", rows()), ("packs of one sample", LONE_PACK))
+    },
     "contiguous by default, of token_mean": misdeclared("contiguous", None),
     **{
         f"padding behind a sample, {split} by default": of_pack(split, MASK, LONE)

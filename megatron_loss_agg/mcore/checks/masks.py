@@ -52,7 +52,10 @@ def sums_on_rank(
     starts: Tensor | None,
     is_first_step: bool,
 ) -> SumsOnRank:
-    """Waits for no device. In the first step also by sample, which shows a wrong split."""
+    """The sums that are compared after the call; in the first step by sample, too.
+
+    Those show most wrong splits. Waits for no device.
+    """
     share = 1 / call.groups.holders(plan.shapes[i]).size if term.is_whole else 1.0
     sums = {}
     if is_first_step:

@@ -34,7 +34,7 @@ def check_settings(settings: Any, of_wrapper: Any) -> None:
         of_wrapper: the settings of its data-parallel wrapper; the flags, too, have them.
     """
     for name, reason in _REFUSED.items():
-        value = getattr(settings, name, None) or 1  # True, or a number of ranks
+        value = getattr(settings, name, None) or 0  # True, or a number of ranks
         if value is True or value > 1:
             raise _refusal(name, "", reason)
     _check_dynamic_context_parallel(settings)
