@@ -169,6 +169,9 @@ FAILED = {
 FOUR = Case(places=(((0, 1), (2,), (3,), (4, 6)),))
 
 
+ON_TWO = replace(FOUR, places=PLACES[2])
+
+
 def of_calls(*numbers: int, says: str = "") -> Refusal:
     return Refusal(says, replace(FOUR, calls=numbers), "dp1")
 
@@ -179,6 +182,14 @@ def evaluating_between(hook: LossHook, model: Any, call: Call) -> None:
         call(2)
         call(1, zero_grad=False, **EVALUATION)
         call(1, zero_grad=False)
+
+
+def other_calls_on_each_rank(hook: LossHook, model: Any, call: Call) -> None:
+    rank = gpt.data_rank()
+    read = [read_batch(batch) for batch in ON_TWO.data(rank)]
+    with hook.step(read):
+        for i, number in enumerate([(2, 2), (4,)][rank]):
+            call(number, zero_grad=i == 0)
 
 
 def nested(hook: LossHook, model: Any, call: Call) -> None:
@@ -202,6 +213,9 @@ CALLS = {
     "calls that take all": of_calls(1, 2, 1),
     "an evaluation between the calls": Refusal(
         case=replace(FOUR, run=evaluating_between), topology="dp1"
+    ),
+    "other numbers of calls on data-parallel ranks": Refusal(
+        case=replace(ON_TWO, run=other_calls_on_each_rank), topology="dp2"
     ),
     "a step in a step": Refusal(
         "DataError: hook.step must not be opened inside another one", two_rows(run=nested)
