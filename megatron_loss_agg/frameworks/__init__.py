@@ -19,7 +19,7 @@ from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
 from megatron_loss_agg.launch.flags import aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
-__all__ = ["NAMES", "aggregation_from_environment", "print_first_line", "settings_of"]
+__all__ = ["aggregation_from_environment", "print_first_line"]
 
 NAMES = ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl", "ms_swift")
 """The adapters, which are modules of this package."""

@@ -161,8 +161,8 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
             if not are_neighbours or first % size or size & (size - 1):
                 raise HostError(
                     "a sample must be held by all ranks of a group that Megatron has, got ranks "
-                    f"{of_sample} for one, on which its hybrid schedule would hang. Raise "
-                    "--max-seqlen-per-dp-cp-rank, or change the batch."
+                    f"{of_sample} for one, on which its hybrid schedule would hang. Change "
+                    "--max-seqlen-per-dp-cp-rank, or the batch."
                 )
         for gid in ranks[rank]:
             batch = {key: _of_sample(key, x) for key, x in samples[gid].items()}
@@ -184,7 +184,7 @@ def _of_sample(key: str, value: Any) -> Any:
     if len(values) != 1:
         raise DataError(
             f"the batch key {key!r} under hybrid context parallelism must have one value for all tokens "
-            f"of a sample, got {values.tolist()[:4]}. Repeat the sample's value for each of its tokens."
+            f"of a sample, got {values.tolist()[:4]}. Give each of its tokens the sample's value."
         )
     return values
 
