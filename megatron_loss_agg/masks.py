@@ -119,6 +119,7 @@ def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
             "offsets must start at 0, never decrease, and end inside the mask, with samples no "
             f"longer than their padded places, got cu_seqlens={real.tolist()} and "
             f"cu_seqlens_padded={None if padded is None else padded.tolist()} for the "
-            f"{microbatch.loss_mask.numel()} tokens of microbatch {i}. Correct them."
+            f"{microbatch.loss_mask.numel()} tokens of microbatch {i}. Correct them, "
+            "or give the whole pack, before context parallelism."
         )
     return bounds

@@ -304,11 +304,13 @@ def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
     has_dtype = is_plain(x) and (
         x.dtype == dtype or (x.is_floating_point() and dtype.is_floating_point)
     )
-    if not has_dtype or x.shape != (number,):
-        kind = "floating-point" if dtype.is_floating_point else dtype
+    kind = "floating-point" if dtype.is_floating_point else dtype
+    if not has_dtype:
+        raise DataError(f"{name} must be {kind} [samples], got {described(x)}. Convert it.")
+    if x.shape != (number,):
         raise DataError(
-            f"{name} must be {kind} [{number}], one for each sample, got {described(x)}. Convert "
-            "it."
+            f"{name} must be {kind} [{number}], one for each sample, got {described(x)}. Give one for "
+            "each (a pack of several samples needs cu_seqlens)."
         )
     return x
 

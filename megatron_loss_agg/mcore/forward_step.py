@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -17,7 +18,7 @@ from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.split import gathered, is_by_token, same_order, sums_by_sequence
-from megatron_loss_agg.microbatch import holds_integers
+from megatron_loss_agg.microbatch import MicrobatchShape, holds_integers
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
@@ -78,15 +79,12 @@ class TokenLoss:
         self.report = report
 
     def __call__(self, output: Any) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-        needs_hook = self.gather or self.report or isinstance(self.loss_mask, Mapping)
-        if needs_hook:
-            raise HostError(
-                "a TokenLoss of several masks, or with gather= or report=, needs a hook, and was "
-                "called without one. Wrap the schedule by LossHook(...).wrap."
-            )
+        if self.gather or self.report or isinstance(self.loss_mask, Mapping):
+            raise _needs_hook("a TokenLoss of several masks, or with gather= or report=,")
         losses, report = losses_and_report(self.compute(output))
+        if isinstance(losses, Mapping):
+            raise _needs_hook("a TokenLoss of several terms")
         check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
-        assert isinstance(losses, Tensor)  # checked
         mask = _constant(self.loss_mask).reshape(-1)
         total = weighted_sum(mask, losses.reshape(-1).to(at_least_fp32(losses.dtype)))
         return total, mask.sum().to(torch.int), report
@@ -136,10 +134,14 @@ class SampleLoss:
         self.report = report
 
     def __call__(self, output: Any) -> Any:
-        raise HostError(
-            "a SampleLoss needs a hook, and was called without one. Wrap the schedule by "
-            "LossHook(...).wrap."
-        )
+        raise _needs_hook("a SampleLoss")
+
+
+def _needs_hook(loss_function: str) -> HostError:
+    return HostError(
+        f"{loss_function} needs a hook, and was called without one. Wrap the schedule by "
+        "LossHook(...).wrap, with LossHook(evaluates=True) for evaluations."
+    )
 
 
 @dataclass(frozen=True)
@@ -433,7 +435,7 @@ def observed_calls(call: Call) -> Iterator[ModelCalls]:
 
 
 def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
-    """Raise DataError if the model got a pack where the batch has rows, or other ranks than planned.
+    """Raise DataError if the model got a pack that is not the batch's, or other ranks than planned.
 
     Args:
         packing: Megatron's ``packed_seq_params``, or None for rows.
@@ -451,13 +453,34 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
         )
     shape = token_shape(plans, i)
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
-    if shape.starts is not None or ignores_samples or not is_by_token(shape):
+    if ignores_samples or not is_by_token(shape):
+        return
+    if shape.starts is not None:
+        _check_places(packing, shape)
         return
     is_one_sample = shape.mask[0] == 1 and len(packing.cu_seqlens_q) == 2
     if not is_one_sample:
         raise DataError(
             "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "
             f"and has none. Add that key, or {HOW_TO_READ}."
+        )
+
+
+def _check_places(packing: Any, shape: MicrobatchShape) -> None:
+    """Raise DataError for a batch that has only the real offsets of a padded pack."""
+    assert shape.starts is not None
+    padded, real = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
+    sequences = (real if padded is None else padded)[:-1].cpu()
+    samples = shape.starts[:-1]
+    ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
+    are_as_many = len(sequences) in (len(samples), len(samples) + 1)  # one may be padding
+    if not ends_early or not are_as_many:
+        return
+    sequences = sequences[: len(samples)]
+    if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
+        raise DataError(
+            f"the samples of a pack must begin where the model's sequences do, {sequences.tolist()}, "
+            f"got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' beside the real 'cu_seqlens'."
         )
 
 

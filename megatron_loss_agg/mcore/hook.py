@@ -532,7 +532,7 @@ class LossHook:
                 call,
                 records.tokens,
                 records.inputs,
-                plan_of_first_term(plans).rows.microbatches.tolist(),
+                plans,
                 records.depend_on_split,
                 self.split,
                 self._split_is_declared,

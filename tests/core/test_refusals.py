@@ -58,7 +58,7 @@ def a_pack(offsets: Any, padded: Any = None, mask: Any = ONES) -> Microbatch:
     return Microbatch(mask, offsets, cu_seqlens_padded=padded)
 
 
-RISING = r"^offsets must start at 0, never decrease, .* microbatch 0\. Correct them\.$"
+RISING = r"^offsets must start at 0, never decrease, .* microbatch 0\. Correct them, or"
 VALUES = r"^loss_mask must be finite, >= 0 and in the range of fp32 .*got values from {}\. Correct"
 OUTSIDE = r"^loss_mask must be 0 outside of all samples, got other values in microbatch 0\. Mask"
 # Microbatches with values that cannot be, which the plan finds. Samples own 0..1 and 4..6 of a
@@ -357,12 +357,12 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        r"^prompt_ids must be torch.int64 \[2\], one for each sample, got .* \(1,\). Convert",
+        r"^prompt_ids must be torch.int64 \[2\], one for each sample, got .* \(1,\). Give",
         rows(prompt_ids=tensor([1])),
     ),
     (
         DataError,
-        r"^prompt_ids must be torch.int64 \[2\], one for each sample, got .* \(3,\). Convert",
+        r"^prompt_ids must be torch.int64 \[2\], one for each sample, got .* \(3,\). Give",
         rows(prompt_ids=[1, 2, 3]),
     ),
     (DataError, "^dataset_ids must be torch.int64 .*, got a torch.f", rows(dataset_ids=ONES[:2])),

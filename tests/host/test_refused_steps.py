@@ -64,8 +64,37 @@ def packed_call(iterator: Any, model: Any, by_position: bool = False, **more: An
     return losses, partial(gpt.stock_loss_func, mask)
 
 
+def real_offsets_alone(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """Without the padded offsets, by which the model is called."""
+    real, mask = batch["cu_seqlens"], batch["loss_mask"].clone()
+    mask[:, int(real[-1]) :] = 0
+    of_tokens = {name: batch[name] for name in ("tokens", "labels", "prompt_ids")}
+    return {
+        **of_tokens,
+        "loss_mask": mask,
+        "cu_seqlens": real,
+        "of_model": batch["cu_seqlens_padded"],
+    }
+
+
+def by_padded_offsets(iterator: Any, model: Any) -> Any:
+    batch = gpt.received(iterator)
+    return gpt.forward_step(iter([{**batch, "cu_seqlens_padded": batch["of_model"]}]), model)
+
+
 NO_OFFSETS = "DataError: a batch of packed sequences must have 'cu_seqlens' ... Add that key"
 BATCHES = {
+    "real offsets of a padded pack": Refusal(
+        "DataError: the samples of a pack must begin where the model's sequences do, [0, 8], got "
+        "[0, 5]. Give the batch key 'cu_seqlens_padded' beside",
+        Case(
+            places=(((6, 1), (9, 1)),),
+            layout="thd",
+            batch=real_offsets_alone,
+            step=by_padded_offsets,
+        ),
+        "dp1",
+    ),
     "no prompts": Refusal(
         "DataError: mode 'prompt_mean' groups by prompt ... the batch key 'prompt_ids'",
         two_rows(batch=partial(without, key="prompt_ids")),

@@ -200,7 +200,7 @@ class SplitFinding(NamedTuple):
 class _RankFindings(NamedTuple):
     """Samples and split findings of one context-parallel rank, by row of the microbatch."""
 
-    offsets: dict[int, Any]  # the shape of its mask and where its samples begin
+    samples: dict[int, Any]  # the shape of its mask, and its samples' places and coefficients
     findings: dict[int, SplitFinding | None]  # None: nothing can be compared
 
 
@@ -218,7 +218,7 @@ def check_tokens(
     call: Call,
     tokens: Mapping[int, WholeTokens],
     inputs: Mapping[int, Sequence[Tensor] | None],
-    rows: Sequence[int],
+    plans: Mapping[str, StepPlan],
     depend_on_split: Collection[int],
     split: str,
     is_declared: bool,
@@ -229,7 +229,6 @@ def check_tokens(
 
     Args:
         tokens: of the microbatches of the step that are compared; empty on ranks that read none.
-        rows: of this rank's microbatches in the table of all ranks.
         inputs: by microbatch, the integer tensors that the model was called with.
         depend_on_split: microbatches whose weights are right under one split alone.
         is_declared: the user or the launcher has said that the split is ``split``.
@@ -240,20 +239,21 @@ def check_tokens(
     Raises:
         DataError: another split, or other microbatches.
     """
+    rows = plan_of_first_term(plans).rows.microbatches.tolist()
 
     def compare() -> tuple[set[str] | None]:
 
         def findings() -> _RankFindings:
             return _RankFindings(
-                {rows[i]: _offsets(x.shape) for i, x in tokens.items()},
+                {rows[i]: _samples(plans, i, x.shape) for i, x in tokens.items()},
                 {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items() if i in tokens},
             )
 
         of_ranks = gather_objects(findings, call.groups.comparing, "comparing tokens")
         splits = {}
         for i in inputs:
-            holders = [rank for rank in of_ranks if rows[i] in rank.offsets]
-            if any(rank.offsets[rows[i]] != holders[0].offsets[rows[i]] for rank in holders):
+            holders = [rank for rank in of_ranks if rows[i] in rank.samples]
+            if any(rank.samples[rows[i]] != holders[0].samples[rows[i]] for rank in holders):
                 raise _other_batches()
             of_holders = [rank.findings.get(rows[i]) for rank in holders]
             splits[i] = _common_splits(i, [x for x in of_holders if x is not None])
@@ -270,8 +270,8 @@ def check_tokens(
 
 def _other_batches() -> DataError:
     return DataError(
-        "all context-parallel ranks must read the same batches, got different samples or masks. Split "
-        "every batch by sequence, not by sample."
+        "all context-parallel ranks must read the same batches, got different samples, masks or ids. "
+        "Split every batch by sequence, not by sample."
     )
 
 
@@ -382,8 +382,10 @@ def _is_real(microbatch: Microbatch) -> Tensor:
     return is_real.reshape(microbatch.loss_mask.shape).cpu()
 
 
-def _offsets(shape: MicrobatchShape) -> tuple[Any, ...]:
-    return shape.mask, None if shape.starts is None else shape.starts.tolist()
+def _samples(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> tuple[Any, ...]:
+    starts = None if shape.starts is None else shape.starts.tolist()
+    weights = [(x.coefficients(i).tolist(), x.mask_sums(i).tolist()) for x in plans.values()]
+    return shape.mask, starts, weights
 
 
 def _tells_tokens_apart(x: Tensor) -> bool:
