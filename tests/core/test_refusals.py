@@ -401,7 +401,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        r"^sample_weights must be floating-point \[2\], one for each sample, got",
+        r"^sample_weights must be floating-point \[samples\], got a torch.int64",
         rows(sample_weights=tensor([1, 2])),
     ),
     (
