@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from verl import __version__
+from verl.utils import device
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_vendor
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine import EngineRegistry
 
@@ -91,7 +91,9 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
     if "is_padding" in data:
         padding = data["is_padding"].bool()
     if prompts and "session_id" in data:
-        sessions = [f"{uid}_{x}" for uid, x in zip(prompts, tu.get(data, "session_id"), strict=True)]
+        sessions = [
+            f"{uid}_{x}" for uid, x in zip(prompts, tu.get(data, "session_id"), strict=True)
+        ]
     if "rollout" in agg.by_id and sessions is None:
         raise DataError(
             f"{agg.label} needs the column session_id, which only verl's v1 trainer writes, got "
@@ -125,7 +127,10 @@ def check_settings(loss_function: LossFunction) -> None:
 
 
 class SumsByRow(TorchFunctionMode):
-    """Multiplies rows by weights wherever a matrix of [rows, tokens] with a gradient is summed up."""
+    """Multiplies rows by weights wherever a matrix of [rows, tokens] with a gradient is summed up.
+
+    Sums without a gradient are of other things, such as a mean of importance weights.
+    """
 
     def __init__(self, weights: Tensor) -> None:
         super().__init__()
@@ -171,7 +176,7 @@ def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
             )
 
 
-def weigh_rows(x: Tensor, c: Tensor) -> Tensor:
+def weigh_rows(x: Any, c: Tensor) -> Any:
     """The jagged ``x`` itself, whose gradient is multiplied by the coefficient of its row."""
     if not x.requires_grad:
         return x
@@ -263,14 +268,14 @@ class Refusing:
 
 def register() -> None:
     """Register an engine beside each of verl's, for the vendor of this machine."""
-    vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
+    vendor = os.getenv("VERL_ENGINE_VENDOR") or device.get_vendor()
     for kind, backends in EngineRegistry._engines.items():
         role = {"role": "critic" if kind == "value_model" else ""}
         for backend, engines in backends.items():
             mixin = Aggregating if backend == "megatron" else Refusing
-            for device, engine in [(x, y) for x, y in engines.items() if isinstance(x, str)]:
+            for name, engine in [(x, y) for x, y in engines.items() if isinstance(x, str)]:
                 ours = type(engine.__name__, (mixin, engine), role)
-                EngineRegistry.register(kind, backend, device, vendor)(ours)
+                EngineRegistry.register(kind, backend, name, vendor)(ours)
 
 
 def refuse_flags() -> None:

@@ -20,7 +20,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +84,7 @@ PADDING = answers("""
     9 4 91 0 0
 """)
 ROWS = len(STEP) + len(PADDING)
-# Of two mini-batches, of which each rank has every half.
+# Rows of two mini-batches, in which each data-parallel rank has three.
 HALVES = ((0, 1, 2, 6, 7, 8), (3, 4, 5, 9))
 METRICS = {"actor/pg_loss": "pg_loss", "actor/entropy_loss": "entropy_loss"}
 """verl's names, and those of `with_entropy`; others are the same."""
@@ -160,7 +159,7 @@ def train(log_probs: list[LogProbs], _: Any, **changed: Any) -> list[Step]:
     from verl.utils.metric import reduce_metrics
 
     options = Namespace(**{**DEFAULTS, **changed})
-    register_own_mean()
+    register_own_losses()
     worker = _worker(options)
     each = ROWS // parallel_state.get_data_parallel_world_size()  # the last rank has the padding
     first = parallel_state.get_data_parallel_rank() * each
@@ -259,12 +258,12 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
         kl_loss_type="low_var_kl",
         entropy_coeff=ENTROPY,
         # Tokens of the largest covariance get a penalty: here, all.
-        policy_loss=PolicyLossConfig(options.loss_mode, kl_cov_ratio=1.0, ppo_kl_coef=KL),
+        policy_loss=PolicyLossConfig(loss_mode=options.loss_mode, kl_cov_ratio=1.0, ppo_kl_coef=KL),
         **common,
     )
     if options.loss == "distillation":
         of_teacher = {"use_task_rewards": False, "use_policy_gradient": False}
-        teacher = Namespace(distillation_loss=DistillationLossConfig("k3", **of_teacher))
+        teacher = Namespace(distillation_loss=DistillationLossConfig(loss_mode="k3", **of_teacher))
         return partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
     return partial(ppo_loss, config=actor)
 
@@ -285,16 +284,22 @@ def kl_cov(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float)
     return {"loss": loss, **terms}
 
 
-def register_own_mean() -> None:
-    """A policy loss as a user may write it, which does not call `agg_loss`."""
+def register_own_losses() -> None:
+    """Policy losses as a user may write them, which do not call `agg_loss`."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     def own_mean(**inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         mask = inputs["response_mask"]
         return -(inputs["log_prob"] * inputs["advantages"] * mask).sum() / mask.sum(), {}
 
+    def own_sum(**inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+        losses = -inputs["log_prob"] * inputs["advantages"] * inputs["response_mask"]
+        info = inputs["config"].global_batch_info
+        return losses.sum(-1).sum() / info["batch_num_tokens"] * info["dp_size"], {}
+
     if "own mean" not in POLICY_LOSS_REGISTRY:
         register_policy_loss("own mean")(own_mean)
+        register_policy_loss("own sum")(own_sum)
 
 
 exact = partial(exact_over, batch=(STEP,))
@@ -335,13 +340,14 @@ OWN: Runs = {
     "value": stock(value, "token_mean", **VALUE),
     **{name: Run(options=options) for name, options in AUXILIARY.items()},
 }
+TWO = "prompt_mean, two mini-batches"
 CUSTOM = "--loss-aggregation custom --loss-aggregation-function tests.sweep.data:sixty_fourth"
 LEVELS = "--loss-aggregation nested_mean --loss-aggregation-levels prompt,turn"
 RUNS: Runs = {
     **{mode: exact(with_entropy, mode) for mode in MODES},
     **{f"{mode}, per token": exact(with_entropy, mode, per_token=True) for mode in MODES},
     "prompt_mean, pairs": exact(with_entropy, "prompt_mean", by_tokens=False),
-    "prompt_mean, two mini-batches": in_halves("prompt_mean"),
+    TWO: in_halves("prompt_mean"),
     "sample_mean, padding counts": reweighed(
         exact(with_entropy, "sample_mean", "count"), lambda _: SHARE
     ),
@@ -364,9 +370,10 @@ RUNS: Runs = {
         name: refused(f"HostError: policy_loss.loss_mode must be .* got {name}", loss_mode=name)
         for name in ("sapo", "geo_mean", "clip_cov")
     },
-    "a loss with a mean of its own": refused(
-        "HostError: verl's loss must be a sum", loss_mode="own mean"
-    ),
+    **{
+        name: refused("HostError: verl's loss must be a sum that agg_loss", loss_mode=name)
+        for name in ("own mean", "own sum")
+    },
     "SFT": refused(
         "HostError: verl's batch must have a response_mask", loss="sft", without=["response_mask"]
     ),
@@ -376,7 +383,6 @@ RUNS: Runs = {
         without=["session_id"],
     ),
     "microbatch_mean": refused("OptionError: microbatch_mean needs the micro", "microbatch_mean"),
-    "dataset_mean": refused("DataError: .*dataset_ids", "dataset_mean"),
     "turns": Run(LEVELS, refusal="DataError: .*turn_ids"),
 }
 
@@ -388,8 +394,9 @@ def compared() -> tuple[list[str], tuple[Any, Any]]:
         use, train, (str(PEERS),) * 2, {**OWN, **PER_TOKEN}, RUNS, batch=(STEP,), adapt=adapt
     )
     steps = report.compare("DP 2", 1)
-    # There, stock verl drops tokens under the per-token flag.
-    replace(report, own=OWN).compare("CP 2", 2)
+    # Stock verl drops tokens under the per-token flag, and each rank has another half.
+    of_cp = {name: run for name, run in RUNS.items() if name != TWO}
+    replace(report, own=OWN, runs=of_cp).compare("CP 2", 2)
     return report.failures, steps
 
 
@@ -414,13 +421,121 @@ def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, Any]) -> None:
     assert relative_error(mine, theirs) < FP32
 
 
-def test_token_counts_are_right_where_verl_has_mended_them(tmp_path: Path) -> None:
-    shutil.copytree(PEERS / "verl", tmp_path / "verl")
-    patch = ROOT / "patches/verl-routed-tokens/0.9.1.patch"
-    subprocess.run(["patch", "-p1", "-d", str(tmp_path), "-i", str(patch)], check=True)
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a copy of verl that has both change requests."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    shutil.copytree(PEERS / "verl", folder / "verl")
+    for name in ("verl", "verl-routed-tokens"):
+        patch = ROOT / f"patches/{name}/0.9.1.patch"
+        subprocess.run(["patch", "-p1", "-d", str(folder), "-i", str(patch)], check=True)
+    return str(folder)
+
+
+def test_token_counts_stay_right_where_verl_has_mended_them(patched: str) -> None:
     runs = {name: RUNS[name] for name in ("token_mean, per token",)}
-    report = Report(use, train, (str(tmp_path),) * 2, PER_TOKEN, runs, batch=(STEP,), adapt=adapt)
+    report = Report(use, train, (patched,) * 2, PER_TOKEN, runs, batch=(STEP,), adapt=adapt)
     report.compare("CP 2", 2)
     assert report.failures == []
-    files = ["tests/workers/test_megatron_routed_num_tokens_on_cpu.py"]
-    assert run_host_ranks(run_tests, 1, use, str(tmp_path), *files) == [0]
+
+
+def test_verls_unit_tests_pass(patched: str) -> None:
+    names = ("trainer/ppo/test_padding_column", "workers/test_megatron_routed_num_tokens")
+    files = [f"tests/{name}_on_cpu.py" for name in names]
+    assert run_host_ranks(run_tests, 1, use, patched, *files) == [0]
+
+
+IMPORTS = {
+    "an old registry": "HostError: verl must be 0.9.0 or newer",
+    "--loss-aggregation mean": "OptionError: unknown mode 'mean'",
+    flags("microbatch_mean"): "OptionError: microbatch_mean needs the micro",
+    flags("dataset_mean"): "DataError: mode 'dataset_mean' groups by dataset",
+}
+"""Flags, and what the import of the adapter says."""
+
+
+def failed_imports() -> list[str]:
+    from verl.workers.engine import EngineRegistry
+
+    register = EngineRegistry.register
+    said = []
+    for given in IMPORTS:
+        os.environ[VARIABLE] = given if given.startswith("--") else ""
+        if not given.startswith("--"):  # it knows no vendors
+            EngineRegistry.register = lambda model_type, backend, device="cuda": None  # type: ignore[method-assign]
+        said.append(str(attempt(importlib.import_module, ADAPTER)))
+        EngineRegistry.register = register  # type: ignore[method-assign]
+    os.environ[VARIABLE] = ""
+    return said
+
+
+def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
+    """`SETTINGS`, and what verl's configuration makes of them: Ray's variables, and modes."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    settings = importlib.import_module(ADAPTER).SETTINGS
+    given = ["model_engine=megatron", *shlex.split(settings)]
+    with initialize_config_dir(f"{package}/verl/trainer/config", version_base=None):
+        config = compose("ppo_trainer", overrides=given)
+    OmegaConf.resolve(config)
+    modes = {config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode}
+    return settings, dict(config.ray_kwargs.ray_init.runtime_env.env_vars), modes
+
+
+def started() -> dict[str, str]:
+    """What engines say as they start, and what a critic's first step prints."""
+    from verl.workers.config import EngineConfig, McoreEngineConfig
+    from verl.workers.engine import EngineRegistry
+
+    dynamic = McoreEngineConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)
+    configs = {
+        "fsdp": EngineConfig(),
+        "fsdp, forward only": EngineConfig(forward_only=True),
+        "megatron": dynamic,
+    }
+    said = {}
+    os.environ[VARIABLE] = flags("prompt_mean")
+    for name, config in configs.items():
+        kind = EngineRegistry.get_engine_cls("language_model", name.partition(",")[0])
+        engine: Any = object.__new__(kind)
+        engine.engine_config = config
+        said[name] = str(attempt(engine.initialize))
+    gpt.initialize()
+    zeros = [torch.zeros(len(answer.mask)) for answer in STEP]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train([LogProbs(zeros, zeros)], None, **VALUE)
+    return {**said, "printed": printed.getvalue()}
+
+
+def before_training(package: str) -> tuple[Any, ...]:
+    use(package)
+    return failed_imports(), configured(package), started()
+
+
+@pytest.fixture(scope="session")
+def seen() -> tuple[Any, ...]:
+    """Of `before_training`, on one rank."""
+    return run_host_ranks(before_training, 1, str(PEERS))[0]  # type: ignore[no-any-return]
+
+
+def test_an_older_verl_and_wrong_flags_are_refused_as_verl_starts(seen: tuple[Any, ...]) -> None:
+    for said, words in zip(seen[0], IMPORTS.values(), strict=True):
+        assert said.startswith(words)
+
+
+def test_the_settings_of_the_page_hand_the_variables_to_ray(seen: tuple[Any, ...]) -> None:
+    settings, variables, modes = seen[1]
+    assert settings in page("verl")
+    wanted = {"VERL_USE_EXTERNAL_MODULES": ADAPTER, VARIABLE: flags("prompt_mean")}
+    assert (variables, modes) == (wanted, {"token-mean"})
+
+
+def test_other_engines_are_refused_at_the_start_and_the_first_step_is_announced(
+    seen: tuple[Any, ...],
+) -> None:
+    said = seen[2]
+    assert said["fsdp"].startswith("HostError: The engine must be Megatron's, got FSDPEngineWith")
+    assert not said["fsdp, forward only"].startswith("HostError")
+    assert said["megatron"].startswith("HostError: dynamic_context_parallel must be off, got True")
+    assert "loss aggregation of the critic: prompt_mean (rejected: skip); " in said["printed"]
