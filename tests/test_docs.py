@@ -69,7 +69,6 @@ ELSEWHERE = {
     "python patches/check.py": "tests/test_tools.py",
     "patch -p1": "tests/frameworks",
     "SKYRL=": "tests/frameworks",
-    "SITE=": "tests/frameworks",
     "git -C path/to/": "ci/frameworks.sh, which needs the frameworks' repositories",
     "pip install": "changes the environment",
     "pip download": "as above",

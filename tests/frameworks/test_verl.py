@@ -1,4 +1,4 @@
-"""verl's own step, with and without the patches, which the commands of its page apply to a copy.
+"""verl's own step, with and without our adapter, which verl loads and whose engine it chooses.
 
 verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini- and microbatches,
 nested tensors, the forward pass with context parallelism, losses, and what the loss function
@@ -8,14 +8,17 @@ the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import logging
 import os
-import re
+import shlex
 import shutil
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +41,6 @@ from tests.frameworks.harness import (
     attempt,
     grpo,
     page,
-    patched_copy,
     run_tests,
     use_framework,
 )
@@ -60,6 +62,7 @@ from tests.host.harness import MOE, run_host_ranks
 from tests.host.reference import relative_error
 from tests.peers.standins import PEERS
 
+ADAPTER = "megatron_loss_agg.frameworks.verl"
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
 # The last digit of a rollout is its agent session, which verl counts by prompt.
 STEP = answers("""
@@ -81,22 +84,28 @@ PADDING = answers("""
     9 4 91 0 0
 """)
 ROWS = len(STEP) + len(PADDING)
-PAIRS = (((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), ()),)  # the last is of padding
+# Rows of two mini-batches, in which each data-parallel rank has three.
+HALVES = ((0, 1, 2, 6, 7, 8), (3, 4, 5, 9))
 METRICS = {"actor/pg_loss": "pg_loss", "actor/entropy_loss": "entropy_loss"}
 """verl's names, and those of `with_entropy`; others are the same."""
 DEFAULTS = {
     "loss_agg_mode": "token-mean",  # verl's own
     "loss_scale_factor": None,  # its divisor
+    "loss_mode": "vanilla",  # of its policy loss
+    "mini_batch_size": ROWS,
+    "without": (),  # columns that the batch lacks
+    "padding": "uid",  # or "column": where it is marked
     "by_tokens": True,  # or microbatches are pairs
     "per_token": False,
-    "loss": "policy",  # or "value", or "distillation"
+    "loss": "policy",  # or "value", "distillation" or "sft"
     "config": {},  # of the model
     "worker": "TrainingWorker",
 }
 
 
-def rows(log_probs: LogProbs) -> list[dict[str, Any]]:
+def rows(log_probs: LogProbs, padding_column: bool) -> list[dict[str, Any]]:
     """The samples and padding, as verl's agent loop writes them down."""
+    uid_of_padding = "no prompt" if padding_column else f"pad{0x5EED:032x}"
     found = []
     padding = [(answer, torch.zeros(1), torch.zeros(1)) for answer in PADDING]
     for answer, old, ref in [*zip(STEP, *log_probs, strict=True), *padding]:
@@ -104,9 +113,8 @@ def rows(log_probs: LogProbs) -> list[dict[str, Any]]:
         # Where tokens are predicted. Near the policy there would be no digits left of the KL term.
         teacher = F.pad(ref - TEACHER, (start - 1, 1))
         row = {
-            "uid": f"prompt {answer.prompt}",
+            "uid": uid_of_padding if answer in PADDING else f"prompt {answer.prompt}",
             "session_id": answer.rollout % 10,
-            "is_padding": torch.tensor(answer in PADDING),
             **{"prompts": tokens[:start], "responses": tokens[start:]},
             **{"input_ids": tokens, "position_ids": torch.arange(len(tokens))},
             **{"response_mask": mask, "loss_mask": mask},
@@ -114,6 +122,8 @@ def rows(log_probs: LogProbs) -> list[dict[str, Any]]:
             **{"old_log_probs": old, "ref_log_prob": ref, "values": old, "returns": ref},
             "teacher_logprobs": teacher.unsqueeze(-1),
         }
+        if padding_column:
+            row["is_padding"] = torch.tensor(answer in PADDING)
         found.append(row)
     return found
 
@@ -134,27 +144,41 @@ def use(package: str) -> None:
     logging.Logger.warning_once = logging.Logger.debug  # type: ignore[attr-defined]  # transformers'
     ray: Any = importlib.import_module("ray._private.runtime_env.constants")
     ray.RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # of the engines
 
 
-def train(log_probs: list[LogProbs], key: Any, **changed: Any) -> list[Step]:
+def adapt() -> None:
+    """Let verl load the adapter, as it does by `SETTINGS`."""
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = ADAPTER
+    importlib.import_module("verl")
+
+
+def train(log_probs: list[LogProbs], _: Any, **changed: Any) -> list[Step]:
     from megatron.core import parallel_state
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import reduce_metrics
 
     options = Namespace(**{**DEFAULTS, **changed})
-    worker = _worker(options, key)
+    register_own_losses()
+    worker = _worker(options)
     each = ROWS // parallel_state.get_data_parallel_world_size()  # the last rank has the padding
     first = parallel_state.get_data_parallel_rank() * each
-    data = tu.get_tensordict(columns(rows(log_probs[0])[first : first + each]))
-    sizes = {"global_batch_size": ROWS, "mini_batch_size": ROWS}
+    chosen = rows(log_probs[0], options.padding == "column")[first : first + each]
+    found = columns(chosen)
+    data = tu.get_tensordict({k: x for k, x in found.items() if k not in options.without})
+    size = options.mini_batch_size
+    sizes = {"global_batch_size": size, "mini_batch_size": size}
     entropy = options.loss == "policy"
     tu.assign_non_tensor(data, temperature=1.0, calculate_entropy=entropy, **sizes)
     tinker = options.worker == "TinkerTrainingWorker"
     output = (worker.forward_backward if tinker else worker.train_mini_batch)(data)
     found = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
     metrics = {METRICS.get(k, k): x for k, x in found.items() if not k.startswith("perf/")}
-    (gradient,) = worker.engine.optimizer.gradients
-    return [Step(gradient, metrics)]
+    of_mini_batches = worker.engine.optimizer.gradients
+    if len(of_mini_batches) == 1:
+        return [Step(of_mini_batches[0], metrics)]
+    # Of several mini-batches the metrics are means.
+    return [Step({k: sum(x[k] for x in of_mini_batches) for k in of_mini_batches[0]}, {})]
 
 
 class _ValueHead(torch.nn.Linear):
@@ -165,31 +189,30 @@ class _ValueHead(torch.nn.Linear):
         return -(log_p.exp() * log_p).sum(-1, keepdim=True), None
 
 
-def _worker(options: Namespace, key: dict[str, Any]) -> Any:
+def _worker(options: Namespace) -> Any:
     """verl's worker and engine, with what their constructors would have made."""
     from megatron.core import parallel_state
     from verl.utils.profiler import DistProfiler
     from verl.workers.config import McoreEngineConfig
-    from verl.workers.engine.megatron import transformer_impl
+    from verl.workers.engine import EngineRegistry
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
     cp = parallel_state.get_context_parallel_world_size()
     plain = gpt.build(torch.float32, options.per_token, **options.config)
-    kind = "LM"
+    kind = "language_model"
     if options.loss == "value":
-        kind, weight = "Value", plain.output_layer.weight
+        kind, weight = "value_model", plain.output_layer.weight
         plain.output_layer = _ValueHead(*reversed(weight.shape), bias=False)
         plain.output_layer.weight = weight
     model = gpt.data_parallel(plain)
-    engine = object.__new__(getattr(transformer_impl, f"MegatronEngineWith{kind}Head"))
+    engine: Any = object.__new__(EngineRegistry.get_engine_cls(kind, "megatron"))
     engine.module, engine.tf_config, engine.optimizer = [model], model.config, KeepGradients(model)
     engine.engine_config = McoreEngineConfig(
         context_parallel_size=cp,
         use_dynamic_bsz=options.by_tokens,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=26 // cp,
-        **({"loss_aggregation": key} if key else {}),
     )
     engine.model_config = Namespace(
         mtp=Namespace(enable=False, enable_train=False),
@@ -213,9 +236,9 @@ def _worker(options: Namespace, key: dict[str, Any]) -> Any:
 
 def _loss_function(options: Namespace) -> Callable[..., Any]:
     from verl.trainer.distillation.losses import distillation_ppo_loss
-    from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
     from verl.workers.config.distillation import DistillationLossConfig
-    from verl.workers.utils.losses import ppo_loss, value_loss
+    from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 
     common = {
         "strategy": "megatron",
@@ -224,6 +247,8 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
     }
     if options.loss == "value":
         return partial(value_loss, config=CriticConfig(cliprange_value=CLIP, **common))
+    if options.loss == "sft":
+        return partial(sft_loss, config=None)
     actor = ActorConfig(
         rollout_n=1,
         loss_scale_factor=options.loss_scale_factor,
@@ -232,11 +257,13 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
         kl_loss_coef=KL,
         kl_loss_type="low_var_kl",
         entropy_coeff=ENTROPY,
+        # Tokens of the largest covariance get a penalty: here, all.
+        policy_loss=PolicyLossConfig(loss_mode=options.loss_mode, kl_cov_ratio=1.0, ppo_kl_coef=KL),
         **common,
     )
     if options.loss == "distillation":
         of_teacher = {"use_task_rewards": False, "use_policy_gradient": False}
-        teacher = Namespace(distillation_loss=DistillationLossConfig("k3", **of_teacher))
+        teacher = Namespace(distillation_loss=DistillationLossConfig(loss_mode="k3", **of_teacher))
         return partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
     return partial(ppo_loss, config=actor)
 
@@ -248,6 +275,31 @@ def distilled(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: flo
 def value(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
     near = old + (entropy - old).clamp(-CLIP, CLIP)
     return {"loss": 0.5 * ((entropy - ref) ** 2).maximum((near - ref) ** 2)}
+
+
+def kl_cov(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    terms = grpo(lp, entropy, old, ref, reward)
+    terms["pg_loss"] = KL * (lp - old).abs() - (lp - old).exp() * reward
+    loss = terms["pg_loss"] + KL * terms["kl_loss"] - ENTROPY * terms["entropy_loss"]
+    return {"loss": loss, **terms}
+
+
+def register_own_losses() -> None:
+    """Policy losses as a user may write them, which do not call `agg_loss`."""
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+    def own_mean(**inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+        mask = inputs["response_mask"]
+        return -(inputs["log_prob"] * inputs["advantages"] * mask).sum() / mask.sum(), {}
+
+    def own_sum(**inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+        losses = -inputs["log_prob"] * inputs["advantages"] * inputs["response_mask"]
+        info = inputs["config"].global_batch_info
+        return losses.sum(-1).sum() / info["batch_num_tokens"] * info["dp_size"], {}
+
+    if "own mean" not in POLICY_LOSS_REGISTRY:
+        register_policy_loss("own mean")(own_mean)
+        register_policy_loss("own sum")(own_sum)
 
 
 exact = partial(exact_over, batch=(STEP,))
@@ -263,68 +315,88 @@ def own(preset: str) -> Run:
     return run if mode in ("token_mean", "sum") else reweighed(run, lambda _: SHARE)
 
 
+def in_halves(mode: str) -> Run:
+    """In two mini-batches, each with denominators of its own; of both, the sum of the gradients."""
+    runs = [exact(with_entropy, mode, places=lambda _, x=x: ((x,),)) for x in HALVES]
+    (first,), (second,) = (run.weights for run in runs)
+    weights, options = (first + second,), {"mini_batch_size": ROWS // 2}
+    return replace(runs[0], weights=weights, options=options)
+
+
+def refused(words: str, mode: str = "prompt_mean", **options: Any) -> Run:
+    return Run(flags(mode), options, refusal=words)
+
+
 ROUTED = {**MOE, "moe_router_load_balancing_type": "aux_loss"}
 AUXILIARY = {
     f"auxiliary {x}": {"per_token": True, "config": {**ROUTED, "moe_aux_loss_coeff": x}}
     for x in (0.0, 1.0)
 }
 DISTILLED, VALUE = {"loss": "distillation"}, {"loss": "value"}
+PER_TOKEN = {"token mean, per token": stock(with_entropy, "token_mean", per_token=True)}
 OWN: Runs = {
     **{name: own(name) for name in presets_of("verl")},
-    "token mean, per token": stock(with_entropy, "token_mean", per_token=True),
     "distillation": stock(distilled, "token_mean", **DISTILLED),
     "value": stock(value, "token_mean", **VALUE),
     **{name: Run(options=options) for name, options in AUXILIARY.items()},
 }
-SPLIT = "NotImplementedError: loss_aggregation needs all micro-batches of an optimizer step"
+TWO = "prompt_mean, two mini-batches"
 CUSTOM = "--loss-aggregation custom --loss-aggregation-function tests.sweep.data:sixty_fourth"
-CONFIGURED = {"configured": True}  # an aggregation of ours, by verl's configuration
+LEVELS = "--loss-aggregation nested_mean --loss-aggregation-levels prompt,turn"
 RUNS: Runs = {
     **{mode: exact(with_entropy, mode) for mode in MODES},
-    "microbatch_mean": exact(
-        with_entropy, "microbatch_mean", places=lambda _: PAIRS, by_tokens=False
-    ),
-    **{
-        f"{mode}, configured": exact(with_entropy, mode, per_token=True, **CONFIGURED)
-        for mode in MODES
-    },
+    **{f"{mode}, per token": exact(with_entropy, mode, per_token=True) for mode in MODES},
+    "prompt_mean, pairs": exact(with_entropy, "prompt_mean", by_tokens=False),
+    TWO: in_halves("prompt_mean"),
     "sample_mean, padding counts": reweighed(
-        exact(with_entropy, "sample_mean", "count", **CONFIGURED), lambda _: SHARE
+        exact(with_entropy, "sample_mean", "count"), lambda _: SHARE
     ),
-    "sample_mean, without empty ones": exact(
-        with_entropy, "sample_mean", empty="skip", **CONFIGURED
-    ),
+    "sample_mean, padding in a column": exact(with_entropy, "sample_mean", padding="column"),
+    "sample_mean, without empty ones": exact(with_entropy, "sample_mean", empty="skip"),
+    "sum": exact(with_entropy, "sum"),
+    "sample_sum": exact(with_entropy, "sample_sum"),
     "custom": reweighed(exact(with_entropy, "sum", given=CUSTOM), lambda _: 1 / 64),
     "prompt_mean, distillation": exact(distilled, "prompt_mean", **DISTILLED),
     "prompt_mean, value": exact(value, "prompt_mean", **VALUE),
-    SPLIT: Run(flags("token_mean"), {"worker": "TinkerTrainingWorker"}, refusal=SPLIT),
+    "prompt_mean, kl_cov": exact(kl_cov, "prompt_mean", loss_mode="kl_cov"),
     **{name: Run(flags("sample_mean"), options) for name, options in AUXILIARY.items()},
+    "several calls": refused(
+        "HostError: An optimizer step must be one train_batch", worker="TinkerTrainingWorker"
+    ),
+    "verl's mode": refused(
+        "HostError: loss_agg_mode must be token-mean, got token-sum", loss_agg_mode="token-sum"
+    ),
+    **{
+        name: refused(f"HostError: policy_loss.loss_mode must be .* got {name}", loss_mode=name)
+        for name in ("sapo", "geo_mean", "clip_cov")
+    },
+    **{
+        name: refused("HostError: verl's loss must be a sum that agg_loss", loss_mode=name)
+        for name in ("own mean", "own sum")
+    },
+    "SFT": refused(
+        "HostError: verl's batch must have a response_mask", loss="sft", without=["response_mask"]
+    ),
+    "no sessions": refused(
+        "DataError: rollout_mean needs the column session_id",
+        "rollout_mean",
+        without=["session_id"],
+    ),
+    "microbatch_mean": refused("OptionError: microbatch_mean needs the micro", "microbatch_mean"),
+    "turns": Run(LEVELS, refusal="DataError: .*turn_ids"),
 }
 
 
 @pytest.fixture(scope="session")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a copy of verl, patched by the commands of the page."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    assert "verl/0.9.1.patch fits and is not applied" in patched_copy("verl", folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
-def compared(
-    patched: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], tuple[Any, Any]]:
-    """What failed; and all steps of two data-parallel ranks, of stock and of patched code.
-
-    The stock code has the patch of token numbers, which mends a fault of its own.
-    """
-    mended = tmp_path_factory.mktemp("mended")
-    shutil.copytree(PEERS / "verl", mended / "verl")
-    patch = ROOT / "patches/verl-routed-tokens/0.9.1.patch"
-    subprocess.run(["patch", "-p1", "-d", str(mended), "-i", str(patch)], check=True)
-    report = Report(use, train, (str(mended), patched), OWN, RUNS, batch=(STEP,))
+def compared() -> tuple[list[str], tuple[Any, Any]]:
+    """What failed; and all steps of two data-parallel ranks, of stock verl and with the adapter."""
+    report = Report(
+        use, train, (str(PEERS),) * 2, {**OWN, **PER_TOKEN}, RUNS, batch=(STEP,), adapt=adapt
+    )
     steps = report.compare("DP 2", 1)
-    report.compare("CP 2", 2)
+    # Stock verl drops tokens under the per-token flag, and each rank has another half.
+    of_cp = {name: run for name, run in RUNS.items() if name != TWO}
+    replace(report, own=OWN, runs=of_cp).compare("CP 2", 2)
     return report.failures, steps
 
 
@@ -349,63 +421,121 @@ def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, Any]) -> None:
     assert relative_error(mine, theirs) < FP32
 
 
-ENGINES = {
-    ("fsdp", flags("prompt_mean")): "NotImplementedError: FSDPEngineWithLMHead (backend 'fsdp') ",
-    ("megatron", "--loss-aggregation mean"): "OptionError: unknown mode 'mean'",
-}
+@pytest.fixture(scope="session")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a copy of verl that has both change requests."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    shutil.copytree(PEERS / "verl", folder / "verl")
+    for name in ("verl", "verl-routed-tokens"):
+        patch = ROOT / f"patches/{name}/0.9.1.patch"
+        subprocess.run(["patch", "-p1", "-d", str(folder), "-i", str(patch)], check=True)
+    return str(folder)
 
 
-def start_engines(package: str) -> list[Any]:
-    """What starts without a model say."""
-    use(package)
-    from verl.workers.config import EngineConfig
-    from verl.workers.engine.base import EngineRegistry
-
-    os.environ["VERL_ENGINE_DEVICE"] = "cuda"
-    start = partial(EngineRegistry.new, "language_model", engine_config=EngineConfig())
-    said = []
-    for backend, given in ENGINES:
-        os.environ[VARIABLE] = given
-        said.append(attempt(partial(start, backend=backend)))
-    return said
-
-
-def test_other_engines_and_wrong_flags_are_refused_at_the_start(patched: str) -> None:
-    said = run_host_ranks(start_engines, 1, patched)[0]
-    for error, words in zip(said, ENGINES.values(), strict=True):
-        assert error.startswith(words)
-
-
-def configured(package: str, *overrides: list[str]) -> list[list[Any]]:
-    """The aggregations of actor, critic and reference model, of verl's configuration files."""
-    use(package)
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-    from verl.utils.config import omega_conf_to_dataclass
-
-    found, common = [], ["model_engine=megatron", "actor_rollout_ref.model.path=none"]
-    with initialize_config_dir(f"{package}/verl/trainer/config", version_base=None):
-        for given in overrides:
-            config = compose("ppo_trainer", overrides=[*common, *given])
-            OmegaConf.resolve(config)
-            roles = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
-            megatrons = (omega_conf_to_dataclass(role.megatron) for role in roles)
-            found.append([dict(megatron.loss_aggregation) for megatron in megatrons])
-    return found
-
-
-def test_the_configuration_has_a_key(patched: str) -> None:
-    assert f'MEGATRON_LOSS_AGG_FLAGS="{flags("prompt_mean")}"' in page("verl")
-    found = re.findall(r"^(\S*loss_aggregation\.\w+=\w+)", page("verl"), re.MULTILINE)
-    assert len(found) == 2
-    wanted, preset = {"mode": "constant", "divisor": 4096}, {"mode": "verl/seq-mean-token-mean"}
-    assert f"`{preset['mode']}`" in page("verl")
-    key = found[0].partition("=")[0]
-    (seen,) = run_host_ranks(configured, 1, patched, found, [], [f"{key}={preset['mode']}"])
-    assert seen == [[wanted, wanted, {}], [{}, {}, {}], [preset, preset, {}]]
+def test_token_counts_stay_right_where_verl_has_mended_them(patched: str) -> None:
+    runs = {name: RUNS[name] for name in ("token_mean, per token",)}
+    report = Report(use, train, (patched,) * 2, PER_TOKEN, runs, batch=(STEP,), adapt=adapt)
+    report.compare("CP 2", 2)
+    assert report.failures == []
 
 
 def test_verls_unit_tests_pass(patched: str) -> None:
-    names = ("loss_aggregation", "megatron_routed_num_tokens")
-    files = [f"tests/workers/test_{name}_on_cpu.py" for name in names]
+    names = ("trainer/ppo/test_padding_column", "workers/test_megatron_routed_num_tokens")
+    files = [f"tests/{name}_on_cpu.py" for name in names]
     assert run_host_ranks(run_tests, 1, use, patched, *files) == [0]
+
+
+IMPORTS = {
+    "an old registry": "HostError: verl must be 0.9.0 or newer",
+    "--loss-aggregation mean": "OptionError: unknown mode 'mean'",
+    flags("microbatch_mean"): "OptionError: microbatch_mean needs the micro",
+    flags("dataset_mean"): "DataError: mode 'dataset_mean' groups by dataset",
+}
+"""Flags, and what the import of the adapter says."""
+
+
+def failed_imports() -> list[str]:
+    from verl.workers.engine import EngineRegistry
+
+    register = EngineRegistry.register
+    said = []
+    for given in IMPORTS:
+        os.environ[VARIABLE] = given if given.startswith("--") else ""
+        if not given.startswith("--"):  # it knows no vendors
+            EngineRegistry.register = lambda model_type, backend, device="cuda": None  # type: ignore[method-assign]
+        said.append(str(attempt(importlib.import_module, ADAPTER)))
+        EngineRegistry.register = register  # type: ignore[method-assign]
+    os.environ[VARIABLE] = ""
+    return said
+
+
+def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
+    """`SETTINGS`, and what verl's configuration makes of them: Ray's variables, and modes."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    settings = importlib.import_module(ADAPTER).SETTINGS
+    given = ["model_engine=megatron", *shlex.split(settings)]
+    with initialize_config_dir(f"{package}/verl/trainer/config", version_base=None):
+        config = compose("ppo_trainer", overrides=given)
+    OmegaConf.resolve(config)
+    modes = {config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode}
+    return settings, dict(config.ray_kwargs.ray_init.runtime_env.env_vars), modes
+
+
+def started() -> dict[str, str]:
+    """What engines say as they start, and what a critic's first step prints."""
+    from verl.workers.config import EngineConfig, McoreEngineConfig
+    from verl.workers.engine import EngineRegistry
+
+    dynamic = McoreEngineConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)
+    configs = {
+        "fsdp": EngineConfig(),
+        "fsdp, forward only": EngineConfig(forward_only=True),
+        "megatron": dynamic,
+    }
+    said = {}
+    os.environ[VARIABLE] = flags("prompt_mean")
+    for name, config in configs.items():
+        kind = EngineRegistry.get_engine_cls("language_model", name.partition(",")[0])
+        engine: Any = object.__new__(kind)
+        engine.engine_config = config
+        said[name] = str(attempt(engine.initialize))
+    gpt.initialize()
+    zeros = [torch.zeros(len(answer.mask)) for answer in STEP]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train([LogProbs(zeros, zeros)], None, **VALUE)
+    return {**said, "printed": printed.getvalue()}
+
+
+def before_training(package: str) -> tuple[Any, ...]:
+    use(package)
+    return failed_imports(), configured(package), started()
+
+
+@pytest.fixture(scope="session")
+def seen() -> tuple[Any, ...]:
+    """Of `before_training`, on one rank."""
+    return run_host_ranks(before_training, 1, str(PEERS))[0]  # type: ignore[no-any-return]
+
+
+def test_an_older_verl_and_wrong_flags_are_refused_as_verl_starts(seen: tuple[Any, ...]) -> None:
+    for said, words in zip(seen[0], IMPORTS.values(), strict=True):
+        assert said.startswith(words)
+
+
+def test_the_settings_of_the_page_hand_the_variables_to_ray(seen: tuple[Any, ...]) -> None:
+    settings, variables, modes = seen[1]
+    assert settings in page("verl")
+    wanted = {"VERL_USE_EXTERNAL_MODULES": ADAPTER, VARIABLE: flags("prompt_mean")}
+    assert (variables, modes) == (wanted, {"token-mean"})
+
+
+def test_other_engines_are_refused_at_the_start_and_the_first_step_is_announced(
+    seen: tuple[Any, ...],
+) -> None:
+    said = seen[2]
+    assert said["fsdp"].startswith("HostError: The engine must be Megatron's, got FSDPEngineWith")
+    assert not said["fsdp, forward only"].startswith("HostError")
+    assert said["megatron"].startswith("HostError: dynamic_context_parallel must be off, got True")
+    assert "loss aggregation of the critic: prompt_mean (rejected: skip); " in said["printed"]
