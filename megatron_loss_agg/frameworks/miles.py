@@ -28,7 +28,7 @@ from megatron_loss_agg.frameworks.slime import (
 )
 
 SETTINGS = """\
-export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"   # before `ray start`
+export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 --custom-convert-samples-to-train-data-path megatron_loss_agg.frameworks.miles.convert
 """
 OLDEST = "commit 11cc232 (4 Aug 2026)"

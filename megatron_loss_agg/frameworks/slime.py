@@ -18,6 +18,7 @@ import importlib
 from argparse import Namespace
 from importlib.util import find_spec
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -41,7 +42,11 @@ SHIPPED = "rollout_mask_sums", "rollout_ids", "micro_batch_indices"
 def check_has(module: str, oldest: str) -> None:
     """Raise if a framework that is installed is too old to have ``module``."""
     framework = module.partition(".")[0]
-    if find_spec(framework) and not find_spec(module):
+    try:
+        is_installed = find_spec(module.rpartition(".")[0])
+    except ModuleNotFoundError:
+        return
+    if is_installed and not find_spec(module):
         raise HostError(
             f"{framework} must be of {oldest} or later, got one without {module}. Update "
             f"{framework}, or remove the adapter from its flags."
@@ -200,7 +205,7 @@ def _prompts_by_index(
     number = args.n_samples_per_prompt
     # Of another type, it is refused on all ranks by the plan.
     indices = data["sample_indices"]
-    return [x // number if isinstance(x, int) else x for x in indices], number
+    return [x // number if isinstance(x, Integral) else x for x in indices], number
 
 
 def _check_groups(plan: StepPlan, rollouts: int, per_prompt: int | None, seam: str) -> None:

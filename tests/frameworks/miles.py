@@ -18,7 +18,10 @@ from tests.frameworks import slime
 from tests.frameworks.harness import use_framework
 from tests.frameworks.report import LogProbs, Report, Runs, Step
 
-STANDINS = f"{slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi aiohttp datasets"
+STANDINS = f"""
+    {slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi aiohttp datasets tokenizers
+    mooncake
+"""
 CONVERT = "--custom-convert-samples-to-train-data-path"
 OFF = """
     debug_disable_optimizer delay_split_train_data_by_dp dumper_enable dumper_fwd_bwd

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -173,6 +173,7 @@ def actor_of(framework: str, args: Namespace, scored: dict[str, Any]) -> Namespa
         _switch_model=lambda tag: None,
         _set_replay_stage=lambda stage: None,  # of miles
         _use_rollout_replay=lambda manager: False,
+        _ft_test_action_executor=None,
         model=None,
         optimizer=None,
         opt_param_scheduler=None,
