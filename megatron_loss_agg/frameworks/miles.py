@@ -33,8 +33,7 @@ export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 """
 OLDEST = "commit 11cc232 (4 Aug 2026)"
 CONVERT = (
-    "set --custom-convert-samples-to-train-data-path megatron_loss_agg.frameworks.miles.convert "
-    "instead"
+    "set --custom-convert-samples-to-train-data-path megatron_loss_agg.frameworks.miles.convert"
 )
 SPLITS_LATE = (
     "delay_split_train_data_by_dp",  # as fault tolerance of training does
@@ -52,7 +51,7 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
     if rollout_data is None:
         raise HostError(
             "miles must hand its data to --rollout-data-postprocess-path, got its arguments alone. "
-            f"Apply patches/miles/31f1ca9.patch to miles, or {CONVERT}."
+            f"Let it hand them over (patches/miles/31f1ca9.patch), or {CONVERT}."
         )
     replace_denominators(agg, args, rollout_data, "miles", CONVERT)
 

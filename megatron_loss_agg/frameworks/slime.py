@@ -48,8 +48,8 @@ def check_has(module: str, oldest: str) -> None:
         return
     if is_installed and not find_spec(module):
         raise HostError(
-            f"{framework} must be of {oldest} or later, got one without {module}. Update "
-            f"{framework}, or remove the adapter from its flags."
+            f"{framework} must be of {oldest} or later, got one without {module}. Use "
+            f"that, or remove the adapter from its flags."
         )
 
 
@@ -69,7 +69,7 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
     if rollout_data is None:
         raise HostError(
             "slime must hand its data to --rollout-data-postprocess-path, got its arguments alone. "
-            f"Update slime to {OLDEST} or later."
+            f"Use slime of {OLDEST} or later."
         )
     replace_denominators(agg, args, rollout_data, "slime", SEAM)
 
@@ -87,9 +87,9 @@ def replace_denominators(
     _check_critic(args, framework, seam)
     if missing := [name for name in SHIPPED if name not in data]:
         raise HostError(
-            f"samples must come with {', '.join(SHIPPED)}, got none of {', '.join(missing)}. Update "
-            f"slime to {OLDEST} or later, make --custom-convert-samples-to-train-data-path add "
-            "them, or let the rollout manager of miles split the data."
+            f"samples must come with {', '.join(SHIPPED)}, got none of {', '.join(missing)}. Use slime "
+            f"of {OLDEST} or later, make --custom-convert-samples-to-train-data-path add them, or "
+            "let the rollout manager of miles split the data."
         )
     masks = data["loss_masks"]
     mask_sums = torch.stack([mask.sum() for mask in masks]).tolist()
@@ -214,8 +214,8 @@ def _check_groups(plan: StepPlan, rollouts: int, per_prompt: int | None, seam: s
     counted = len(plan.samples.groups("rollout").ids_G)
     if counted != rollouts:
         raise HostError(
-            f"the ranks of a step must have its {rollouts} rollouts, got {counted}. Do not change "
-            "rollout_ids, or the split of the data."
+            f"the ranks of a step must have its {rollouts} rollouts, got {counted}. Leave "
+            "rollout_ids and the split of the data as they are."
         )
     if per_prompt is None:
         return

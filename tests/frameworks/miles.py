@@ -155,7 +155,6 @@ RUNS_WITH_SEAM: Runs = {
     **slime.RUNS,
     **slime.REFUSED,
     **slime.WITHOUT_SEAM,
-    "--multi-lora": slime.because("--multi-lora", "token_mean", multi_lora=True),
 }
 
 

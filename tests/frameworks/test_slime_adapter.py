@@ -202,7 +202,7 @@ def error_without_data(framework: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("framework", "words"), [("slime", "Update slime to"), ("miles", "frameworks.miles.convert")]
+    ("framework", "words"), [("slime", "Use slime of"), ("miles", "frameworks.miles.convert")]
 )
 def test_a_function_that_gets_no_data_says_what_to_do(framework: str, words: str) -> None:
     (error,) = run_host_ranks(error_without_data, 1, framework)
