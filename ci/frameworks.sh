@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 # bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH \
-#     --megatron-bridge PATH --slime-megatron PATH --miles-megatron PATH
+#     --megatron-bridge PATH
 #
-# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches, and
+# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our adapters, and
 # Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
 # docs/verified.md. With some of the paths, their tables are only printed.
 #
-# A path is a git clone, or its git directory, that has the commit in the patch's name. It is only
-# read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
-# the framework's page. Of Megatron-Bridge, whose package is installed, the newest commit's scripts
-# are taken. --slime-megatron and --miles-megatron are the Megatrons that their Dockerfiles name, of
-# NVIDIA and of radixark: multi-token prediction runs on these, beside the framework's own path.
+# A path is a git clone, or its git directory, that has the commit in the patch's name, or else the
+# newest is taken. It is only read: the commit is unpacked into a scratch folder, and a second copy
+# is patched by the command on the framework's page, if there is one. Of Megatron-Bridge, whose
+# package is installed, the newest commit's scripts are taken.
 #
 # --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
 # release on the package index. It prints a line for each, and writes nothing: the version, whether
@@ -26,8 +25,6 @@ declare -A clones=() urls=(
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
     [areal]=https://github.com/areal-project/AReaL
     [megatron-bridge]=https://github.com/NVIDIA-NeMo/Megatron-Bridge
-    [slime-megatron]=https://github.com/NVIDIA/Megatron-LM
-    [miles-megatron]=https://github.com/radixark/Megatron-LM
 )
 newest=
 if [[ ${1:-} == --newest ]]; then newest=yes && shift; fi
@@ -36,9 +33,6 @@ while [[ $# -ge 2 && $1 == --* && -n ${urls[${1#--}]:-} ]]; do
     shift 2
 done
 [[ $# -eq 0 && ($newest || ${#clones[@]} -gt 0) ]] || usage
-for name in slime miles; do
-    [[ -z ${clones[$name-megatron]:-} || -n ${clones[$name]:-} ]] || usage
-done
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
@@ -48,75 +42,57 @@ assert read() is not None"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# Unpack a commit of a framework twice and patch one copy; fails if the patch does not fit.
+# Unpack a commit of a framework, and a copy that its page patches; fails if the patch does not fit.
 unpack() {
-    local name=$1 clone=$2 commit=$3 copy command
+    local name=$1 clone=$2 commit=$3 command
     if [[ $name == megatron-bridge ]]; then
         mkdir -p "$scratch/$name/stock/scripts"
         git -C "$clone" archive "$commit:scripts" | tar -x -C "$scratch/$name/stock/scripts"
         return
     fi
-    for copy in stock patched; do
-        mkdir -p "$scratch/$name/$copy"
-        git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/$copy"
-    done
+    mkdir -p "$scratch/$name/stock"
+    git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/stock"
+    if ! command=$(grep -m 1 "^git -C path/to/$name apply" "docs/frameworks/$name.md"); then
+        ln -s stock "$scratch/$name/patched"
+        return
+    fi
+    cp -r "$scratch/$name/stock" "$scratch/$name/patched"
     git init -q "$scratch/$name/patched" # as a clone is one, wherever the scratch folder lies
-    command=$(grep -m 1 "^git -C path/to/$name apply" "docs/frameworks/$name.md")
     bash -c "${command//path\/to\/$name/$scratch/$name/patched}"
 }
 
-# Run both copies, with the further arguments; the table goes to a file beside them.
+# Run both copies; the table goes to a file beside them.
 compare() {
     local name=$1
     if ! "$python" -W ignore -m tests.frameworks "${name//-/_}" "$scratch/$name/stock" \
-        "$scratch/$name/patched" "${@:2}" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
+        "$scratch/$name/patched" "$scratch/$name.md" </dev/null >"$scratch/$name.log" 2>&1; then
         tail -n 30 "$scratch/$name.log" >&2
         return 1
     fi
 }
 
-# The section on multi-token prediction, with the Megatron that the framework's Dockerfile names.
-section_on_mtp() {
-    local name=$1 clone=$2 stock=$scratch/$1/stock host=$scratch/$1-megatron venv commit parts
-    # The commit, which follows the branch, if there is one.
-    commit=$(grep -oP '^ARG MEGATRON_(COMMIT|BRANCH)="?\K[\w./-]+' "$stock/docker/Dockerfile" | tail -n 1)
-    commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
-    mapfile -t parts < <(git -C "$clone" ls-tree --name-only "$commit" megatron miles_megatron_plugins)
-    mkdir -p "$host"
-    git -C "$clone" archive "$commit" "${parts[@]}" | tar -x -C "$host"
-    git init -q "$host"
-    if [[ $name == slime ]]; then git -C "$host" apply "$stock/docker/patch/latest/megatron.patch"; fi
-    "$python" -m pip --quiet install --no-deps --target "$host" six
-    venv=$(dirname "$python")/..
-    PYTHONPATH=$host:$PWD:$venv/hugging_face:$venv/peers compare "$name" mtp
-    printf '\nIts multi-token prediction, on [Megatron-LM](%s) at `%s`:\n\n' "${urls[$name-megatron]}" "$commit"
-    cat "$scratch/$name.md"
-}
-
 # The section on one framework: its commit, and the table of its run.
 section() {
-    local name=$1 clone=$2 patch commit flags
+    local name=$1 clone=$2 patch commit flags code
     patch=$(compgen -G "patches/$name/*.patch") || patch=
+    code="${patch:+as it is, and with \`$patch\`}"
+    if [[ $name == megatron-bridge ]]; then code="with \`scripts/training/run_recipe.py\`"; fi
     commit=$(basename "${patch:-HEAD}" .patch)
     commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     unpack "$name" "$clone" "$commit"
     flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "docs/frameworks/$name.md")
-    # NeMo-RL and AReaL have their configuration alone, and Megatron-Bridge its command line.
+    # Others have them in the arguments of their adapters, and Megatron-Bridge on its command line.
     if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
     compare "$name"
-    printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" \
-        "${patch:-scripts/training/run_recipe.py}"
+    printf '\n[%s](%s) at `%s`, %s:\n\n' "$name" "${urls[$name]}" "$commit" "${code:-as it is}"
     cat "$scratch/$name.md"
-    if [[ -n ${clones[$name-megatron]:-} ]]; then
-        section_on_mtp "$name" "${clones[$name-megatron]}"
-    fi
 }
 
 # The line on a clone's newest commit. Gradients that a framework rounds to bf16 are left out.
 newest_commit() {
     local name=$1 clone=$2 version result fits="its patch fits"
     version=$(git -C "$clone" log -1 --abbrev=7 --format='`%h` (%cs)')
-    if [[ $name == megatron-bridge ]]; then fits="has none"; fi
+    compgen -G "patches/$name/*.patch" >/dev/null || fits="has none"
     result="$fits | not exact"
     if ! unpack "$name" "$clone" HEAD 2>/dev/null; then
         result="its patch does not fit |"
@@ -165,9 +141,7 @@ if [[ $newest ]]; then
     newest_release skyrl skyrl
     newest_release ms-swift ms_swift
     newest_release megatron-bridge bridge
-    for name in "${!clones[@]}"; do
-        if [[ $name != *-megatron ]]; then newest_commit "$name" "${clones[$name]}"; fi
-    done
+    for name in "${!clones[@]}"; do newest_commit "$name" "${clones[$name]}"; done
     exit
 fi
 for name in slime miles nemo-rl areal megatron-bridge; do
@@ -183,10 +157,9 @@ Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of rag
 them without tokens, removed, or cut from one rollout, in microbatches of unequal size. By ranks:
 the error of the gradient of all parameters, norm-wise, relative to one fp64 process which shares no
 code with the package or the framework. `metrics`: their reported losses, against that process.
-`stock's gradient`: how far the unpatched code is from that aggregation, in its run of the
-same name or options, or else in its first. Both are the largest over all ranks. Without the flags, the patched code is bit-identical to
-stock. Of Megatron-Bridge, which is not patched, the script runs on the package of `ci/peers.txt`,
-with the launcher's flags and without. Stock multi-token prediction is NaN where a rank's microbatch
-has no token with loss.
+`stock's gradient`: how far the code alone is from that aggregation, in its run of the same name or
+options, or else in its first. Both are the largest over all ranks. With an adapter and without the
+flags, all is bit-identical to stock. Of Megatron-Bridge, the script runs on the package of
+`ci/peers.txt`, with the launcher's flags and without.
 HEAD
 fi

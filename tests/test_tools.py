@@ -147,11 +147,9 @@ def test_a_framework_is_recognised_by_its_package_and_megatron_by_its_release(
 ) -> None:
     assert check(tmp_path)[0] == 1
     (patch,) = PATCHES.glob("miles/*.patch")
-    jobs = lay_out(tmp_path / "miles", patch) / ".github" / "workflows" / "pr-test.yml"
-    jobs.parent.mkdir(parents=True)
-    jobs.touch()  # the patch of slime changes a file of this name
+    lay_out(tmp_path / "miles", patch)
     code, text = check(tmp_path / "miles")
-    assert (code, "slime" in text) == (0, False)
+    assert (code, "slime: " in text) == (0, False)
     patch = PATCHES / "core_v0.14.0.patch"
     info = lay_out(tmp_path / "megatron", patch) / "megatron" / "core" / "package_info.py"
     info.write_text(info.read_text().replace("14", "13"))

@@ -1,35 +1,40 @@
-"""miles' controller, batches, losses and training step on a real GPT over two ranks.
+"""miles' controller, actor, batches, losses and training step on a real GPT over two ranks.
 
 miles is a fork of slime: see `slime`, whose batch, runs and stand-ins these are.
 """
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.frameworks import slime
 from tests.frameworks.harness import use_framework
-from tests.frameworks.report import ROLLOUTS, STEPS, LogProbs, Step, refused, reweighed
+from tests.frameworks.report import LogProbs, Report, Runs, Step
 
-STANDINS = f"{slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi aiohttp datasets"
+STANDINS = f"""
+    {slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi aiohttp datasets tokenizers
+    mooncake
+"""
+CONVERT = "--custom-convert-samples-to-train-data-path"
 OFF = """
     debug_disable_optimizer delay_split_train_data_by_dp dumper_enable dumper_fwd_bwd
     enable_witness multi_lora observe_training_entropy save_local_weight_checksum
-    skip_actor_forward_only true_on_policy_mode
+    skip_actor_forward_only true_on_policy_mode custom_reward_post_process_path
 """
 ARGS: dict[str, Any] = {
     **slime.ARGS,
     **dict.fromkeys(OFF.split()),
     **{"check_for_nan_in_loss_and_grad": True, "use_dynamic_global_batch_size": False},
     **{"object_store_backend": "ray", "train_backend": "megatron"},
+    "data_source_path": "miles.rollout.data_source.RolloutDataSourceWithBuffer",
 }
-SAMPLES = len(STEPS[0])
 BF16 = 4e-3
 """Bound of a gradient's error where Megatron's fused cross entropy rounds its gradient to bf16."""
 
@@ -54,68 +59,116 @@ def use(root: str) -> None:
     object_store.init_instance(Namespace(**ARGS))
 
 
+def adapt() -> None:
+    from megatron_loss_agg.frameworks import miles
+
+    match = re.search(rf"^{CONVERT} (\S+)$", miles.SETTINGS, re.MULTILINE)
+    assert match
+    slime.adapted[CONVERT] = match[1]
+
+
+def adapt_with_seam() -> None:
+    slime.adapted[slime.HOOK] = "megatron_loss_agg.frameworks.miles.postprocess"
+
+
 def train(log_probs: list[LogProbs], _: Any, rounded: bool = False, **options: Any) -> list[Step]:
-    from miles.backends.megatron_utils import model, parallel
-    from miles.backends.training_utils import data, loss
+    from miles.backends.megatron_utils import actor, model, parallel
+    from miles.backends.training_utils import cp_utils
     from miles.backends.training_utils.parallel import set_parallel_state
     from miles.utils.ft_utils.process_group_utils import GroupInfo
 
-    args, ddp = slime.set_up("miles", {**ARGS, **options})
+    args, ddp = slime.set_up({**ARGS, **options})
     set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(0, 1, None)))
     rollout = _rollout_data(args, log_probs)
-    loss.compute_advantages_and_returns(args, rollout)
-    iterators, microbatches = data.get_data_iterator(args, [ddp], rollout)
-    rollouts = data.get_num_rollouts(args, rollout, len(microbatches))
-    numbers = zip(microbatches, rollouts, strict=True)
-    with nullcontext() if rounded else KeepSingle():
-        return slime.steps(model.train_one_step, args, ddp, iterators, numbers, None, 0)
+    scored = slime.scores(rollout, log_probs, cp_utils.slice_log_prob_with_cp)
+    trained: list[Step] = []
+
+    def train(*given: Any, **_: Any) -> NoReturn:
+        iterators, *numbers = given[-3:]
+        zipped = zip(*numbers, strict=True)
+        with nullcontext() if rounded else KeepSingle():
+            trained.extend(slime.steps(model.train_one_step, args, ddp, iterators, zipped, None, 0))
+        raise InterruptedError(slime.DONE)
+
+    actor.train = train
+    actor.Timer().start_time["train_wait"] = 0.0  # as from the last rollout on
+    worker = slime.actor_of("miles", args, scored)
+    try:
+        actor.MegatronTrainRayActor.train_actor(worker, 0, rollout, witness_info=None, attempt=0)
+    except InterruptedError:
+        return trained
+    raise AssertionError("nothing was trained")
 
 
 def _rollout_data(args: Namespace, log_probs: list[LogProbs]) -> Any:
     """This rank's, by the controller and then by the actor."""
-    from miles.backends.training_utils import cp_utils, data
+    from miles.backends.training_utils import data
     from miles.backends.training_utils.parallel import get_parallel_state
     from miles.ray.rollout import train_data_conversion as conversion
-    from miles.utils import object_store
+    from miles.utils.misc import load_function
     from miles.utils.types import Sample
 
-    state = get_parallel_state()
+    path = slime.adapted.get(CONVERT)
+    convert = path and load_function(path)
     samples = slime.samples(Sample, log_probs)
-    whole = conversion.convert_samples_to_train_data(args, samples, {}, None, None)
-    if args.delay_split_train_data_by_dp:
-        spec = conversion.ROLLOUT_DATA_VALUE_SPEC
-        shipped = object_store.get_instance().put(value=whole, value_spec=spec)
-    else:
-        sizes = {
-            "dp_size": state.intra_dp.size,
-            "cp_size": state.cp.size,
-            "vpp_size": state.vpp_size,
-            "microbatch_group_size_per_vp_stage": state.microbatch_group_size_per_vp_stage,
-        }
-        shipped = conversion.split_train_data_by_dp(args, whole, sizes)
+    state = get_parallel_state()
+    sizes = {
+        "dp_size": state.intra_dp.size,
+        "cp_size": state.cp.size,
+        "vpp_size": state.vpp_size,
+        "microbatch_group_size_per_vp_stage": state.microbatch_group_size_per_vp_stage,
+    }
+    whole = conversion.convert_samples_to_train_data(args, samples, {}, convert, None)
+    shipped = conversion.split_train_data_by_dp(args, whole, sizes)
     rollout, _ = data.get_rollout_data(args, shipped)
-    slime.add_log_probs(rollout, log_probs, cp_utils.slice_log_prob_with_cp)
     return rollout
 
 
-MORE = {
-    "microbatch_mean": refused("microbatch_mean"),
-    "another backend": refused("token_mean", train_backend="fsdp"),
-    "multi-LoRA": refused("token_mean", multi_lora=True),
+LEAST = "denominators must be at least 1"
+RUNS: Runs = {
+    **slime.RUNS,
+    **slime.REMOVED,
+    "prompt_mean": slime.because(f"{LEAST}.*got 0.5", "prompt_mean"),
+    "sum": slime.because(LEAST, "sum"),
+    "microbatch_mean": slime.because("microbatches must be known", "microbatch_mean"),
+}
+SETTINGS_OF_CONVERT = {
+    "--delay-split-train-data-by-dp": {"delay_split_train_data_by_dp": True},
+    "--use-dynamic-global-batch-size": {"use_dynamic_global_batch_size": True},
+    "--object-store-backend": {"object_store_backend": "mooncake"},
+    "--train-backend": {"train_backend": "fsdp"},
+    "--multi-lora": {"multi_lora": True},
+    "got 12 rollouts": {"global_batch_size": 13},
+}
+REFUSED: Runs = {
+    **{
+        name: run
+        for name, run in slime.REFUSED.items()
+        if name in ("per token", "with a reducer", "with a loss of the user", "dataset_mean")
+    },
+    **{
+        words: slime.because(words, "token_mean", **options)
+        for words, options in SETTINGS_OF_CONVERT.items()
+    },
+}
+RUNS_WITH_SEAM: Runs = {
+    **slime.RUNS,
+    **slime.REFUSED,
+    **slime.WITHOUT_SEAM,
 }
 
 
-def report(*arguments: str) -> Any:
-    found = slime.compared(use, train, *arguments, more=MORE)
-    if arguments[-1] != "mtp":
-        # Each actor splits the data, as with fault tolerance; a step is of so many samples.
-        over_samples = {
-            f"{name}, over samples": reweighed(run, lambda _: ROLLOUTS / SAMPLES)
-            for name, run in found.own.items()
-            if run.losses
-        }
-        own = {**over_samples, "tokens": found.own["tokens"]}
-        late = {"delay_split_train_data_by_dp": True, "global_batch_size": SAMPLES}
-        replace(found, own=own, references={}).compare("DP 2, split by the actors", 1, **late)
-        replace(found, bound=BF16).compare("DP 2, rounded to bf16", 1, rounded=True)
+def report(without: str, patched: str) -> Any:
+    runs = {**RUNS, **REFUSED}
+    found = Report(use, train, (without, without), slime.OWN, runs, adapt=adapt)
+    slime.compared(found)
+    replace(found, bound=BF16).compare("DP 2, rounded to bf16", 1, rounded=True)
+    seam = replace(
+        found,
+        checkouts=(without, patched),
+        runs=RUNS_WITH_SEAM,
+        adapt=adapt_with_seam,
+        references={},
+    )
+    slime.compared(seam, "with the seam")
     return found.rows, found.failures

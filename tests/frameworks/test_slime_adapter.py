@@ -1,0 +1,268 @@
+"""The adapters of slime and miles on data of their form, over two ranks and without the frameworks.
+
+Their losses and training steps run in `tests.frameworks.slime` and `miles`, by ci/frameworks.sh.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_loss_agg.launch.flags import VARIABLE
+from tests.frameworks.harness import attempt, page
+from tests.frameworks.report import ROLLOUTS, STEPS, flags
+from tests.host.harness import run_host_ranks
+from tests.launch.processes import run_afresh
+from tests.oracle import Sample, step_weights
+
+OFF = """
+    calculate_per_token_loss custom_pg_loss_reducer_function_path enable_mtp_training use_tis
+    get_mismatch_metrics use_critic multi_lora delay_split_train_data_by_dp
+    use_dynamic_global_batch_size
+"""
+ARGS: dict[str, Any] = {
+    **dict.fromkeys(OFF.split()),
+    **{"loss_type": "policy_loss", "n_samples_per_prompt": 2, "custom_tis_function_path": "some.f"},
+    **{"object_store_backend": "ray", "train_backend": "megatron"},
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+}
+# By rank, microbatch and sample: numbers of a step's samples; and a rank's rows of them.
+PLACES = (((4, 1), (6,), (7,)), ((0,), (2, 5), (3,)))
+ROWS = (((2, 0), (3,), (1,)), ((3,), (1, 2), (0,)))
+SEAM = ("group_indices", "remove_samples", "effective_response_lengths")
+MODES = ("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "sample_sum", "sum")
+
+
+def shipped(rank: int, seam: bool = False, **changes: Any) -> dict[str, Any]:
+    """A rank's data of both steps, as slime ships it."""
+    numbers: list[tuple[int, int]] = []
+    microbatches: list[list[int]] = []
+    for step in range(len(STEPS)):
+        start = len(numbers)
+        order = dict(zip(sum(ROWS[rank], ()), sum(PLACES[rank], ()), strict=True))
+        numbers += [(step, order[row]) for row in sorted(order)]
+        microbatches += [[start + row for row in rows] for rows in ROWS[rank]]
+    answers = [STEPS[step][i] for step, i in numbers]
+    data = {
+        "loss_masks": [torch.tensor(list(map(int, a.kept())), dtype=torch.int) for a in answers],
+        "rollout_ids": [a.rollout for a in answers],
+        "sample_indices": [a.rollout for a in answers],
+        "rollout_mask_sums": torch.full((len(answers),), 9.0),
+        "micro_batch_indices": microbatches,
+        "num_microbatches": [len(PLACES[rank])] * len(STEPS),
+        "global_batch_sizes": [ROLLOUTS] * len(STEPS),
+        "group_indices": [f"prompt {a.prompt}" for a in answers],
+        "remove_samples": [a.removed for a in answers],
+        "effective_response_lengths": [sum(a.mask) for a in answers],
+    }
+    return {k: v for k, v in (data | changes).items() if seam or k not in SEAM}
+
+
+def weights(data: dict[str, Any]) -> list[list[float]]:
+    """Of every token, as slime's loss has them."""
+    rows = zip(data["loss_masks"], data["rollout_mask_sums"], strict=True)
+    return [(mask / denominator.clamp(min=1) / ROLLOUTS).tolist() for mask, denominator in rows]
+
+
+def postprocess(framework: str, variable: str, data: dict[str, Any], **options: Any) -> Any:
+    from tests.host import gpt
+
+    gpt.initialize()
+    os.environ[VARIABLE] = variable
+    adapter = importlib.import_module(f"megatron_loss_agg.frameworks.{framework}")
+    adapter.postprocess(Namespace(**{**ARGS, **options}), 0, data)
+    return data
+
+
+def weights_by_mode(modes: list[tuple[str, str]], seam: bool) -> Any:
+    rank = dist.get_rank()
+    return [
+        weights(postprocess("slime", flags(mode, rejected), shipped(rank, seam)))
+        for mode, rejected in modes
+    ]
+
+
+def expected(mode: str, rejected: str = "") -> list[list[list[float]]]:
+    """By rank, in the order of its rows."""
+    by_rank: list[list[list[float]]] = [[], []]
+    for answers in STEPS:
+        masks = [tuple(map(float, a.mask)) if rejected else a.kept() for a in answers]
+        samples = [Sample(m, a.prompt, a.rollout) for m, a in zip(masks, answers, strict=True)]
+        left_out = {i for i, a in enumerate(answers) if a.removed and rejected == "skip"}
+        step = [
+            [[samples[i] for i in mb if i not in left_out] for mb in of_rank] for of_rank in PLACES
+        ]
+        found = step_weights(mode, step)
+        for rank, of_rank in enumerate(PLACES):
+            of_sample: dict[int, list[float]] = {}
+            for mb, w_of_mb in zip(of_rank, found[rank], strict=True):
+                of_sample.update(zip([i for i in mb if i not in left_out], w_of_mb, strict=True))
+            order = dict(zip(sum(ROWS[rank], ()), sum(of_rank, ()), strict=True))
+            for row in sorted(order):
+                answer = answers[order[row]]
+                w = [0.0] * len(answer.mask) if answer.removed else of_sample[order[row]]
+                by_rank[rank].append(w)
+    return by_rank
+
+
+@pytest.mark.parametrize("seam", [False, True], ids=["", "seam"])
+def test_weights_of_a_step_are_those_of_the_mode(seam: bool) -> None:
+    modes = [(mode, "") for mode in MODES]
+    modes += [("sample_mean", "skip"), ("token_mean", "count")] if seam else []
+    found = run_host_ranks(weights_by_mode, 2, modes, seam)
+    for number, (mode, rejected) in enumerate(modes):
+        for rank, of_rank in enumerate(expected(mode, rejected)):
+            for row, w in enumerate(of_rank):
+                assert found[rank][number][row] == pytest.approx(w, rel=1e-6), (mode, rank, row)
+
+
+def test_without_flags_nothing_changes() -> None:
+    assert run_host_ranks(unchanged, 1) == [[True, True]]
+
+
+def unchanged() -> list[bool]:
+    found = []
+    for framework in ("slime", "miles"):
+        data = shipped(0)
+        before = dict(data)
+        after = postprocess(framework, "", data, calculate_per_token_loss=True)
+        found.append(after.keys() == before.keys() and all(after[k] is before[k] for k in before))
+    return found
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "HostError: .*--calculate-per-token-loss": {"calculate_per_token_loss": True},
+    "HostError: .*--custom-pg-loss-reducer": {"custom_pg_loss_reducer_function_path": "some.f"},
+    "HostError: .*--multi-lora": {"multi_lora": True},
+    "HostError: --loss-type .*custom_loss": {"loss_type": "custom_loss"},
+    "OptionError: .*got dataset": {"variable": flags("dataset_mean")},
+    "OptionError: --loss-aggregation-sample-weights": {
+        "variable": "--loss-aggregation token_mean --loss-aggregation-sample-weights skip"
+    },
+    "OptionError: .*--loss-aggregation-mtp": {
+        "variable": "--loss-aggregation token_mean --loss-aggregation-mtp same"
+    },
+    "HostError: --loss-aggregation-rejected": {"variable": flags("token_mean", "skip")},
+    "HostError: samples must be numbered.*some.Source": {"data_source_path": "some.Source"},
+    "HostError: sample_indices must number 3 rollouts.*got 3 prompts": {"n_samples_per_prompt": 3},
+    "HostError: denominators .*--custom-tis-function-path.*got 0.5": {"use_tis": True},
+    "HostError: denominators .*--enable-mtp-training.*got 0.167": {
+        "variable": flags("sum"),
+        "enable_mtp_training": True,
+    },
+    "OptionError: coefficients must be >= 0": {
+        "variable": f"--loss-aggregation custom --loss-aggregation-function {__name__}:negative"
+    },
+    "HostError: .*got none of rollout_mask_sums": {"lacks": "rollout_mask_sums"},
+    "HostError: .*got none of micro_batch_indices": {"lacks": "micro_batch_indices"},
+    "HostError: the ranks of a step must have its 7 rollouts, got 6": {
+        "data": {"global_batch_sizes": [7, 5]}
+    },
+    "(Data|Peer)Error: .*prompt_ids": {"data_of_rank_1": {"sample_indices": [None] * 8}},
+}
+
+
+def negative(samples: Any) -> torch.Tensor:
+    return torch.full_like(samples.mask_sum, -1.0)
+
+
+def errors() -> list[str]:
+    found = []
+    for case in REFUSED.values():
+        options = dict(case)
+        variable = options.pop("variable", flags("prompt_mean"))
+        of_rank_1 = options.pop("data_of_rank_1", {}) if dist.get_rank() else {}
+        data = shipped(dist.get_rank(), **options.pop("data", {}), **of_rank_1)
+        data.pop(options.pop("lacks", ""), None)
+        options.pop("data_of_rank_1", None)
+        found.append(attempt(partial(postprocess, "slime", variable, data, **options)))
+    return found
+
+
+def test_every_rank_refuses_what_would_be_another_sum() -> None:
+    for of_rank in run_host_ranks(errors, 2):
+        for pattern, error in zip(REFUSED, of_rank, strict=True):
+            assert isinstance(error, str), pattern
+            assert re.match(pattern, error), error
+
+
+def error_without_data(framework: str) -> str:
+    return str(attempt(partial(postprocess, framework, flags("token_mean"), None)))
+
+
+@pytest.mark.parametrize(
+    ("framework", "words"), [("slime", "Use slime of"), ("miles", "frameworks.miles.convert")]
+)
+def test_a_function_that_gets_no_data_says_what_to_do(framework: str, words: str) -> None:
+    (error,) = run_host_ranks(error_without_data, 1, framework)
+    assert re.match(rf"HostError: {framework} must hand its data .*{words}", error)
+
+
+REFUSED_BY_CONVERT: dict[str, dict[str, Any]] = {
+    "HostError: .*--calculate-per-token-loss": {"calculate_per_token_loss": True},
+    "HostError: .*--delay-split-train-data-by-dp": {"delay_split_train_data_by_dp": True},
+    "HostError: .*--use-dynamic-global-batch-size": {"use_dynamic_global_batch_size": True},
+    "HostError: --object-store-backend": {"object_store_backend": "mooncake"},
+    "HostError: --train-backend": {"train_backend": "fsdp"},
+    "OptionError: microbatches": {"mode": "microbatch_mean"},
+}
+
+
+def errors_of_convert() -> list[str]:
+    from megatron_loss_agg.frameworks import miles
+
+    found = []
+    for case in REFUSED_BY_CONVERT.values():
+        options = {**ARGS, **case}
+        os.environ[VARIABLE] = flags(options.pop("mode", "token_mean"))
+        found.append(attempt(miles.convert, Namespace(**options), []))
+    return found
+
+
+def test_convert_refuses_what_would_be_another_sum() -> None:
+    (found,) = run_host_ranks(errors_of_convert, 1)
+    for pattern, error in zip(REFUSED_BY_CONVERT, found, strict=True):
+        assert re.match(pattern, error), error
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_an_older_framework_is_refused_at_import(framework: str, tmp_path: Path) -> None:
+    utils = tmp_path / framework / "utils"
+    utils.mkdir(parents=True)
+    (utils / "__init__.py").touch()
+    code = (
+        "import sys, tests.host.preload; sys.path.insert(0, sys.argv[1]); "
+        f"import megatron_loss_agg.frameworks.{framework}"
+    )
+    done = run_afresh("-W", "ignore", "-c", code, str(tmp_path))
+    assert re.search(rf"HostError: {framework} must be of commit \w+ .* or later", done.stderr)
+    (utils / "dp_schedule.py").touch()
+    assert run_afresh("-W", "ignore", "-c", code, str(tmp_path)).returncode == 0
+
+
+def settings() -> list[str]:
+    from megatron_loss_agg.frameworks import miles, slime
+
+    return [slime.SETTINGS, miles.SETTINGS]
+
+
+def test_pages_have_the_settings_which_name_what_there_is() -> None:
+    ((of_slime, of_miles),) = run_host_ranks(settings, 1)
+    assert of_slime in page("slime")
+    assert of_miles in page("miles")
+    words = dict(zip(*[iter(shlex.split(of_slime))] * 2, strict=True))
+    assert words["--rollout-data-postprocess-path"].endswith(".frameworks.slime.postprocess")
+    variables = json.loads(words["--train-env-vars"])
+    assert variables == {VARIABLE: "--loss-aggregation prompt_mean"}
+    assert of_miles.splitlines()[-1].endswith(" megatron_loss_agg.frameworks.miles.convert")
