@@ -56,7 +56,7 @@ for _trainer, _method in (
             "got none. Install such a version of AReaL."
         )
 
-SETTINGS = '''\
+SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
 
 # in the training script, in place of `from areal import PPOTrainer`; SFTTrainer alike:
@@ -66,7 +66,7 @@ from megatron_loss_agg.frameworks.areal import PPOTrainer
 actor:
   scheduling_spec:
     - env_vars: {MEGATRON_LOSS_AGG_FLAGS: "--loss-aggregation sample_mean"}
-'''
+"""
 
 GROUP, WEIGHT = "_trajectory_group", "_loss_weight"
 

@@ -33,13 +33,13 @@ except ImportError as error:
         f"({error}). Upgrade NeMo-RL."
     ) from error
 
-SETTINGS = '''\
+SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 
 # in run_grpo.py, run_ppo.py or run_sft.py, after `setup(...)`:
 from megatron_loss_agg.frameworks.nemo_rl import aggregate_losses
 aggregate_losses(policy)
-'''
+"""
 
 COLUMN = "loss_coefficients"
 

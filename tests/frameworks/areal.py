@@ -228,7 +228,11 @@ RUNS: Runs = {
     "prompt_mean, SFT": refused("prompt_mean", **SFT),
     "M2PO": refused("token_mean", m2_threshold=0.1),
     "tree training": refused("token_mean", enable_tree_training=True),
-    **{f"{x}, {y}": refused("token_mean", model=y, backend=f"{x}:d2") for x in ("fsdp", "archon") for y in ("actor", "critic", "SFT")},
+    **{
+        f"{backend}, {model}": refused("token_mean", model=model, backend=f"{backend}:d2")
+        for backend in ("fsdp", "archon")
+        for model in ("actor", "critic", "SFT")
+    },
 }
 # AReaL's critic has no context parallelism.
 OWN_OF_CRITIC: Runs = {"token_mean, critic": stock(of_values, "token_mean", **CRITIC)}
