@@ -2,15 +2,16 @@
 # bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH \
 #     --megatron-bridge PATH --slime-megatron PATH --miles-megatron PATH
 #
-# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches, and
-# Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
-# docs/verified.md. With some of the paths, their tables are only printed.
+# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our patches or
+# adapters, and Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a
+# section of docs/verified.md. With some of the paths, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name. It is only
 # read: the commit is unpacked twice into a scratch folder, and one copy is patched by the command on
-# the framework's page. Of Megatron-Bridge, whose package is installed, the newest commit's scripts
-# are taken. --slime-megatron and --miles-megatron are the Megatrons that their Dockerfiles name, of
-# NVIDIA and of radixark: multi-token prediction runs on these, beside the framework's own path.
+# the framework's page; NeMo-RL and AReaL need none. Of Megatron-Bridge, whose package is installed,
+# the newest commit's scripts are taken. --slime-megatron and --miles-megatron are the Megatrons that
+# their Dockerfiles name, of NVIDIA and of radixark: multi-token prediction runs on these, beside the
+# framework's own path.
 #
 # --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
 # release on the package index. It prints a line for each, and writes nothing: the version, whether
@@ -29,6 +30,7 @@ declare -A clones=() urls=(
     [slime-megatron]=https://github.com/NVIDIA/Megatron-LM
     [miles-megatron]=https://github.com/radixark/Megatron-LM
 )
+declare -A without_patch=([nemo-rl]=7ea279a [areal]=cbff54d) # the commits of ci/frameworks.md
 newest=
 if [[ ${1:-} == --newest ]]; then newest=yes && shift; fi
 while [[ $# -ge 2 && $1 == --* && -n ${urls[${1#--}]:-} ]]; do
@@ -60,6 +62,7 @@ unpack() {
         mkdir -p "$scratch/$name/$copy"
         git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/$copy"
     done
+    if [[ -n ${without_patch[$name]:-} ]]; then return; fi
     git init -q "$scratch/$name/patched" # as a clone is one, wherever the scratch folder lies
     command=$(grep -m 1 "^git -C path/to/$name apply" "docs/frameworks/$name.md")
     bash -c "${command//path\/to\/$name/$scratch/$name/patched}"
@@ -95,17 +98,18 @@ section_on_mtp() {
 
 # The section on one framework: its commit, and the table of its run.
 section() {
-    local name=$1 clone=$2 patch commit flags
+    local name=$1 clone=$2 patch commit flags with
     patch=$(compgen -G "patches/$name/*.patch") || patch=
-    commit=$(basename "${patch:-HEAD}" .patch)
+    commit=$(basename "${patch:-${without_patch[$name]:-HEAD}}" .patch)
     commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     unpack "$name" "$clone" "$commit"
     flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "docs/frameworks/$name.md")
-    # NeMo-RL and AReaL have their configuration alone, and Megatron-Bridge its command line.
+    # Megatron-Bridge has its command line alone.
     if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
     compare "$name"
-    printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" \
-        "${patch:-scripts/training/run_recipe.py}"
+    with=${patch:-scripts/training/run_recipe.py}
+    if [[ -n ${without_patch[$name]:-} ]]; then with=megatron_loss_agg/frameworks/${name//-/_}.py; fi
+    printf '\n[%s](%s) at `%s`, with `%s`:\n\n' "$name" "${urls[$name]}" "$commit" "$with"
     cat "$scratch/$name.md"
     if [[ -n ${clones[$name-megatron]:-} ]]; then
         section_on_mtp "$name" "${clones[$name-megatron]}"
@@ -115,6 +119,7 @@ section() {
 # The line on a clone's newest commit. Gradients that a framework rounds to bf16 are left out.
 newest_commit() {
     local name=$1 clone=$2 version result fits="its patch fits"
+    if [[ -n ${without_patch[$name]:-} ]]; then fits="needs none"; fi
     version=$(git -C "$clone" log -1 --abbrev=7 --format='`%h` (%cs)')
     if [[ $name == megatron-bridge ]]; then fits="has none"; fi
     result="$fits | not exact"

@@ -41,7 +41,8 @@ try:
     from areal.utils.environ import is_single_controller
 except ImportError as error:
     raise HostError(
-        f"AReaL must be 1.0.4 or later, got one without its engines ({error}). Upgrade AReaL."
+        f"AReaL must be 1.0.4 or later, got one without its engines ({error}). Install such a "
+        "version of AReaL."
     ) from error
 
 # Were one of them renamed, the overriding methods below would never be called.

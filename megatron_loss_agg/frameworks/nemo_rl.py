@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     raise HostError(
         f"NeMo-RL must be 0.6.0 or later, whose losses take log-probabilities, got one without them "
-        f"({error}). Upgrade NeMo-RL."
+        f"({error}). Install such a version of NeMo-RL."
     ) from error
 
 SETTINGS = """\

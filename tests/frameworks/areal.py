@@ -22,7 +22,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE
-from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, attempt, grpo, use_framework
+from tests.frameworks.harness import (
+    CLIP,
+    KL,
+    KeepGradients,
+    Terms,
+    attempt,
+    grpo,
+    gspo,
+    use_framework,
+)
 from tests.frameworks.report import (
     MODES,
     STEPS,
@@ -203,6 +212,15 @@ def cispo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) 
     return {"loss": -ratio * reward * lp + KL * (lp - ref)}
 
 
+def with_ratio_of_sample(
+    lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
+) -> Terms:
+    """GSPO in place of the policy loss."""
+    answers = [a for step in STEPS for a in step if (a.reward, len(a.mask)) == (reward, len(lp))]
+    (mask,) = {a.kept() for a in answers}
+    return {"loss": gspo(lp, old, mask, reward) + KL * (lp - ref)}
+
+
 def of_values(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
     """A critic's clipped loss."""
     clipped = old + (lp - old).clamp(-CLIP, CLIP)
@@ -210,15 +228,18 @@ def of_values(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: flo
 
 
 OURS = [mode for mode in MODES if mode != "rollout_mean"]
-CISPO, CRITIC, SFT = {"use_cispo_loss": True}, {"model": "critic"}, {"model": "SFT"}
+CISPO, GSPO = {"use_cispo_loss": True}, {"importance_sampling_level": "sequence"}
+CRITIC, SFT = {"model": "critic"}, {"model": "SFT"}
 OWN: Runs = {
     "token_mean": stock(with_teacher, "token_mean"),
     "token_mean, CISPO": stock(cispo, "token_mean", **CISPO),
+    "token_mean, GSPO": stock(with_ratio_of_sample, "token_mean", **GSPO),
     "SFT": Run(options=SFT),  # divides by 1e-5 + the tokens of a microbatch
 }
 RUNS: Runs = {
     **{mode: exact(with_teacher, mode) for mode in OURS},
     **{f"{mode}, CISPO": exact(cispo, mode, **CISPO) for mode in OURS},
+    "prompt_mean, GSPO": exact(with_ratio_of_sample, "prompt_mean", **GSPO),
     **{f"{mode}, SFT": exact(nll, mode, **SFT) for mode in ("sample_mean", "constant")},
     "sample_mean, without empty ones": exact(with_teacher, "sample_mean", empty="skip"),
     "rollout_mean": refused("rollout_mean"),

@@ -29,6 +29,7 @@ from tests.frameworks.harness import (
     Terms,
     attempt,
     grpo,
+    gspo,
     use_framework,
 )
 from tests.frameworks.report import (
@@ -122,11 +123,16 @@ def adapt() -> None:
 
 
 def train(
-    log_probs: list[LogProbs], _: Any, batching: str, sampling: Any = None, **options: Any
+    log_probs: list[LogProbs],
+    _: Any,
+    batching: str,
+    sampling: Any = None,
+    fraction: float = 1.0,
+    **options: Any,
 ) -> list[Step]:
     loss = _loss(**options)
     policy = in_script(_policy(_worker(batching, sampling), batching))
-    result = policy.train(_batch(log_probs), loss, gbs=ROWS, mbs=2)
+    result = policy.train(_batch(log_probs, fraction), loss, gbs=ROWS, mbs=2)
     # Its losses are divided by the number of optimizer steps.
     losses = [{"loss": float(x) * len(STEPS)} for x in result["loss"]]
     return list(map(Step, policy.worker_group.worker.optimizer.gradients, losses))
@@ -239,8 +245,12 @@ def _config(batching: str, cp: int) -> dict[str, Any]:
     }
 
 
-def _batch(log_probs: list[LogProbs]) -> Any:
-    """What the driver sends: two global batches, padded to one width."""
+def _batch(log_probs: list[LogProbs], fraction: float = 1.0) -> Any:
+    """What the driver sends: two global batches, padded to one width.
+
+    Args:
+        fraction: the sample_mask of samples with a positive reward.
+    """
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     # Of an answer without a generated token, the prompt alone.
@@ -264,54 +274,61 @@ def _batch(log_probs: list[LogProbs]) -> Any:
             "prev_logprobs": old,
             "reference_policy_logprobs": ref,
             "token_mask": placed([torch.tensor(answer.mask) for answer in ANSWERS]),
-            "sample_mask": torch.tensor([float(not answer.removed) for answer in ANSWERS]),
+            "sample_mask": torch.tensor([float(not answer.removed) for answer in ANSWERS])
+            * torch.where(rewards > 0, fraction, 1.0),
             "rewards": rewards,
             "advantages": rewards.unsqueeze(-1).expand(-1, width).contiguous(),
         }
     )
 
 
-def with_ratio_of_sequence(
+def with_ratio_of_sample(
     lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
 ) -> Terms:
-    """GSPO: the policy loss of every token has its sample's geometric mean of the ratios."""
+    """GSPO in place of the policy loss."""
     (mask,) = {a.mask for a in ANSWERS if (a.reward, len(a.mask)) == (reward, len(lp))}
-    trained = torch.tensor(mask, dtype=lp.dtype)
-    ratio = ((lp - old) * trained).sum().div(trained.sum().clamp(min=1)).exp()
-    policy = -torch.minimum(ratio * reward, ratio.clamp(1 - CLIP, 1 + CLIP) * reward)
-    terms = with_score(lp, entropy, old, ref, reward)
-    return {"loss": policy + terms["loss"] - grpo(lp, entropy, old, ref, reward)["pg_loss"]}
+    loss = with_score(lp, entropy, old, ref, reward)["loss"]
+    policy = grpo(lp, entropy, old, ref, reward)["pg_loss"]
+    return {"loss": loss - policy + gspo(lp, old, mask, reward)}
 
 
 OURS = [mode for mode in MODES if mode != "rollout_mean"]
 BY_SEQUENCES = {"token_level_loss": False}
 GSPO = {**BY_SEQUENCES, "sequence_level_importance_ratios": True}
 # The most probable tokens alone; the KL term is of all.
-SAMPLED = {"sampling": {"top_k": VOCAB // 2}}
+TOP_K = {"sampling": {"top_k": VOCAB // 2}}
+FRACTIONS = {"fraction": 0.25}
 exact = partial(exact_of_batch, batch=BATCH)
 stock = partial(exact, given="")
 OWN: Runs = {
     "token_mean": stock(with_score, "token_mean", "skip"),
     "sample_mean": stock(with_score, "sample_mean", "skip", **BY_SEQUENCES),
-    "sample_mean, GSPO": stock(with_ratio_of_sequence, "sample_mean", "skip", **GSPO),
     NLL: stock(nll, "token_mean", "skip", name=NLL),
-    "top-k": Run(options=SAMPLED),
 }
 RUNS: Runs = {
     **{mode: exact(with_score, mode, "skip") for mode in OURS},
-    "token_mean, by default": exact(with_score, "token_mean", "skip", given=flags("token_mean")),
     "token_mean, removed samples: count": exact(with_score, "token_mean", "count"),
     "sample_mean, without empty ones": exact(with_score, "sample_mean", "skip", empty="skip"),
     **{
         f"{mode}, token_level_loss=False": exact(with_score, mode, "skip", **BY_SEQUENCES)
         for mode in ("token_mean", "prompt_mean")
     },
+    f"sample_mean, {NLL}": exact(nll, "sample_mean", "skip", name=NLL),
+}
+# In two places.
+FURTHER_OWN: Runs = {
+    "sample_mean, GSPO": stock(with_ratio_of_sample, "sample_mean", "skip", **GSPO),
+    "top-k": Run(options=TOP_K),
+    "fractions": Run(options=FRACTIONS),
+}
+FURTHER: Runs = {
+    "token_mean, by default": exact(with_score, "token_mean", "skip", given=flags("token_mean")),
     **{
-        f"{mode}, GSPO": exact(with_ratio_of_sequence, mode, "skip", **GSPO)
+        f"{mode}, GSPO": exact(with_ratio_of_sample, mode, "skip", **GSPO)
         for mode in ("sample_mean", "prompt_mean")
     },
-    f"sample_mean, {NLL}": exact(nll, "sample_mean", "skip", name=NLL),
-    "top-k": Run(flags("token_mean"), {**SAMPLED, **BY_SEQUENCES}),
+    "top-k": Run(flags("token_mean"), {**TOP_K, **BY_SEQUENCES}),
+    "fractions": Run(flags("token_mean"), {**FRACTIONS, **BY_SEQUENCES}),
     "rollout_mean": refused("rollout_mean"),
     "microbatch_mean": refused("microbatch_mean", "skip"),
     f"prompt_mean, {NLL}": refused("prompt_mean", name=NLL),
@@ -322,19 +339,20 @@ RUNS: Runs = {
 
 def report(*checkouts: str) -> Any:
     found = Report(use, train, checkouts, OWN, RUNS, batch=BATCH, adapt=adapt)
-    for place, cp, batching in (
-        ("DP 2", 1, "rows"),
-        ("DP 2, dynamic batches", 1, "dynamic"),
-        ("DP 2, packed", 1, "packed"),
-        ("CP 2, packed", 2, "packed"),
-        ("CP 2, packed, fused loss", 2, "fused"),
-    ):
-        theirs, ours = found.compare(place, cp, batching=batching)
-        gradient, metrics = errors(ours["top-k"], theirs["top-k"])
-        holds = gradient < FP32 and metrics < METRICS
-        found.check(holds, f"{place}: token_mean with top-k is {gradient:.1e} from stock's")
+    found.compare("DP 2", 1, batching="rows")
+    found.compare("DP 2, dynamic batches", 1, batching="dynamic")
+    found.compare("DP 2, packed", 1, batching="packed")
+    found.compare("CP 2, packed", 2, batching="packed")
+    found.compare("CP 2, packed, fused loss", 2, batching="fused")
+    further = Report(use, train, checkouts, FURTHER_OWN, FURTHER, batch=BATCH, adapt=adapt)
+    for place, cp, batching in (("DP 2", 1, "rows"), ("CP 2, packed, fused loss", 2, "fused")):
+        theirs, ours = further.compare(place, cp, batching=batching)
+        for name in ("top-k", "fractions"):  # which the reference does not have
+            gradient, metrics = errors(ours[name], theirs[name])
+            holds = gradient < FP32 and metrics < METRICS
+            further.check(holds, f"{place}: token_mean with {name} is {gradient:.1e} from stock's")
     (problems,) = run_host_ranks(_problems_of_driver, 1, checkouts[1])
-    return found.rows, found.failures + problems
+    return found.rows + further.rows, found.failures + further.failures + problems
 
 
 def _problems_of_driver(checkout: str) -> list[str]:
