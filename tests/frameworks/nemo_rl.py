@@ -383,6 +383,7 @@ def _problems_of_driver(checkout: str) -> list[str]:
         if not str(attempt(call, errors=HostError)).startswith("HostError:"):
             problems.append(f"{name} is not refused")
     aggregated().train(data, loss, eval_mode=True, gbs=ROWS)
-    if sent != [(data, loss)]:
+    ((sent_data, sent_loss),) = sent
+    if sent_data is not data or sent_loss is not loss:
         problems.append("evaluation is not NeMo-RL's own")
     return problems
