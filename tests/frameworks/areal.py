@@ -1,24 +1,37 @@
-"""AReaL's actor, SFT engine, batches, losses and training step on a real GPT over two ranks.
+"""AReaL's actor, critic and SFT engine, batches, losses and training step on a real GPT, two ranks.
 
-The training step is that of its Megatron engine. Stood in for: Ray, mbridge and Megatron-Bridge,
-which load models, the inference servers, and the optimizer, which keeps the gradient that it is
-given.
+The engines are made by AReaL's trainers, and the training step is that of its Megatron engine. Stood
+in for: Ray, mbridge and Megatron-Bridge, which load models, the inference servers, and the optimizer,
+which keeps the gradient that it is given.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.frameworks.harness import CLIP, KL, KeepGradients, Terms, grpo, use_framework
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.launch.flags import VARIABLE
+from tests.frameworks.harness import (
+    CLIP,
+    KL,
+    KeepGradients,
+    Terms,
+    attempt,
+    grpo,
+    gspo,
+    use_framework,
+)
 from tests.frameworks.report import (
     MODES,
     STEPS,
@@ -29,104 +42,117 @@ from tests.frameworks.report import (
     Runs,
     Step,
     exact,
+    flags,
     nll,
     refused,
     stock,
 )
+from tests.host.harness import run_host_ranks
 
 STANDINS = (
     "ray transformers mbridge megatron.bridge wandb torch_memory_saver aiohttp httpx requests "
     "datasets tenacity flask torchdata lark uvloop numba aiofiles openai safetensors peft swanlab "
     "trackio tensorboardX tabulate pybase64"
 )
-use = partial(use_framework, STANDINS)
-CONFIG: dict[str, Any] = {
-    **{"experiment_name": "test", "trial_name": "test"},
-    **{"backend": "megatron:d1", "dtype": "float32"},
-}
+CONFIG: dict[str, Any] = {"experiment_name": "test", "trial_name": "test", "dtype": "float32"}
+MINIBATCHES = {"ppo_n_minibatches": 1}
 ACTOR: dict[str, Any] = {
-    **{"ppo_n_minibatches": 1, "eps_clip": CLIP, "eps_clip_higher": CLIP, "kl_ctl": 0.0},
+    **{"eps_clip": CLIP, "eps_clip_higher": CLIP, "kl_ctl": 0.0},
     **{"recompute_logprob": True, "use_decoupled_loss": False},
 }
+trainers = "areal"
+"""The module whose trainers make the engines."""
+
+
+def use(root: str) -> None:
+    use_framework(STANDINS, root)
+    os.environ["AREAL_SPMD_MODE"] = "1"  # each rank is its own controller
+
+
+def adapt() -> None:
+    global trainers
+    trainers = "megatron_loss_agg.frameworks.areal"
 
 
 def train(
-    log_probs: list[LogProbs], key: Any, engine: str = "MegatronPPOActor", **options: Any
+    log_probs: list[LogProbs], _: Any, model: str = "actor", backend: str = "", **options: Any
 ) -> list[Step]:
-    from areal.api import cli_args
     from megatron.core import mpu
 
-    options |= {"loss_aggregation": cli_args.LossAggConfig(**key)} if key else {}
-    trained = _engine(engine, **options)
-    optimizer = _set_up(trained)
-    losses = _keep_losses(trained)
+    cp = mpu.get_context_parallel_world_size()
+    engine = _engine(model, backend or f"megatron:d{2 // cp}c{cp}", **options)
+    optimizer = _set_up(engine, model)
     rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    for step, given in zip(STEPS, log_probs, strict=True):
-        groups = _groups(step, given)[rank::ranks]
-        if hasattr(trained, "train_lm"):
-            trained.train_lm(groups)
+    for step, of_step in zip(STEPS, log_probs, strict=True):
+        groups = _groups(step, of_step)[rank::ranks]
+        if model == "SFT":
+            engine.train_lm(groups)
+        elif model == "critic":
+            engine.ppo_update([_values(x) for x in groups])
         else:
-            trained.ppo_update([_advantages(x) for x in trained.compute_advantages(groups)])
-    return list(map(Step, optimizer.gradients, losses))
+            engine.ppo_update([_advantages(x) for x in engine.compute_advantages(groups)])
+    return [Step(gradient, {}) for gradient in optimizer.gradients]
 
 
-def _engine(name: str, **options: Any) -> Any:
-    """One of AReaL's own, with a configuration of its own."""
+def _engine(model: str, backend: str, **options: Any) -> Any:
+    """As AReaL's trainer makes it, with a configuration of its own."""
     from areal.api import cli_args
-    from areal.engine import fsdp_engine, megatron_engine
-    from areal.experimental.engine import archon_engine
 
-    config, actor = cli_args.TrainEngineConfig, {}
-    if "Actor" in name:
-        config, actor = cli_args.PPOActorConfig, ACTOR
-    elif "DPO" in name:
-        config = cli_args.DPOEngineConfig
-    modules = {"FSDP": fsdp_engine, "Archon": archon_engine}
-    module = next((x for key, x in modules.items() if key in name), megatron_engine)
+    config_class, own = {
+        "actor": (cli_args.PPOActorConfig, {**MINIBATCHES, **ACTOR}),
+        "critic": (cli_args.PPOCriticConfig, {**MINIBATCHES, "eps_clip": CLIP, "is_critic": True}),
+        "SFT": (cli_args.TrainEngineConfig, {}),
+    }[model]
     microbatches = cli_args.MicroBatchSpec(max_tokens_per_mb=40)
-    return getattr(module, name)(config(**CONFIG, **actor, **options, mb_spec=microbatches))
+    settings = {**CONFIG, "backend": backend, "mb_spec": microbatches, **own, **options}
+    config, alloc = config_class(**settings), _allocation(backend)
+    module = import_module(trainers)
+    trainer = object.__new__(module.SFTTrainer if model == "SFT" else module.PPOTrainer)
+    trainer.scheduler, trainer.actor_alloc = None, alloc
+    trainer.config = SimpleNamespace(actor=config)
+    if model == "SFT":
+        return trainer._create_actor(config)
+    if model == "critic":
+        return trainer._create_critic(config, alloc)
+    return trainer._create_train_engine(config, alloc)
 
 
-def _set_up(engine: Any) -> Any:
-    """What its `initialize` does after it has loaded a model; returns the optimizer."""
+def _allocation(backend: str, name: str = "") -> Any:
+    """As AReaL's parser, which needs lark, reads ``megatron:d1c2``."""
     from areal.api import ParallelStrategy
+
+    name, sizes = backend.split(":")
+    cp = int(sizes.partition("c")[2] or 1)
+    dp = int(sizes.partition("c")[0].removeprefix("d"))
+    strategy = ParallelStrategy(data_parallel_size=dp, context_parallel_size=cp)
+    return SimpleNamespace(backend=name, parallel=strategy)
+
+
+def _set_up(engine: Any, model: str) -> Any:
+    """What its `initialize` does after it has loaded a model; returns the optimizer."""
     from areal.engine.megatron_engine import _MegatronModelList
-    from megatron.core import mpu
 
     from tests.host import gpt
 
     ddp = gpt.ddp_model(dtype=torch.float32)
+    if model == "critic":
+        _predict_values(ddp.module)
     optimizer = KeepGradients(ddp)
     optimizer.get_loss_scale = lambda: torch.tensor(1.0)
-    cp = mpu.get_context_parallel_world_size()
-    engine.create_process_group(ParallelStrategy(context_parallel_size=cp))
     engine.model, engine.optimizer = _MegatronModelList([ddp]), optimizer
     engine.device, engine.use_padded_seq = torch.device("cpu"), False
     return optimizer
 
 
-def _keep_losses(engine: Any) -> list[dict[str, float]]:
-    """Of each training step, which AReaL does not report: what it calls backward on, unscaled."""
-    from megatron.core import mpu
+def _predict_values(model: Any) -> None:
+    """Let it predict a value for each token, which is the log-probability of the next one."""
+    predict = model.forward
 
-    kept: list[dict[str, float]] = []
-    of_step: list[Tensor] = []
-    compute, step = engine._compute_logprobs_and_loss, engine.optimizer_step
+    def forward(input_ids: Tensor, *args: Any, **more: Any) -> Tensor:
+        log_p = predict(input_ids, *args, **more).log_softmax(-1)
+        return log_p.gather(-1, input_ids.roll(-1, -1).unsqueeze(-1))
 
-    def compute_and_keep(*args: Any, loss_multiplier: float) -> Tensor:
-        loss = compute(*args, loss_multiplier=loss_multiplier)
-        of_step.append(loss.detach() / loss_multiplier)
-        return loss
-
-    def step_and_sum_up() -> Any:
-        total = torch.stack(of_step).sum()
-        dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        kept.append({"loss": total.item()})
-        of_step.clear()
-        return step()
-
-    engine._compute_logprobs_and_loss, engine.optimizer_step = compute_and_keep, step_and_sum_up
-    return kept
+    model.forward = forward
 
 
 def _groups(step: Sequence[Answer], log_probs: LogProbs) -> list[dict[str, Any]]:
@@ -169,6 +195,13 @@ def _advantages(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "advantages": rewards.expand_as(group["advantages"]).contiguous()}
 
 
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """For a critic, whose values are near the policy's log-probabilities; returns are rewards."""
+    mask = group["loss_mask"].float().roll(-1, -1)
+    rewards = group["rewards"].unsqueeze(-1).expand_as(mask).contiguous()
+    return {**group, "loss_mask": mask, "values": group["prox_logp"], "returns": rewards}
+
+
 def with_teacher(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
     """A clipped policy loss, and the distance to a teacher."""
     return {"loss": grpo(lp, entropy, old, ref, reward)["pg_loss"] + KL * (lp - ref)}
@@ -179,28 +212,95 @@ def cispo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) 
     return {"loss": -ratio * reward * lp + KL * (lp - ref)}
 
 
+def with_ratio_of_sample(
+    lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
+) -> Terms:
+    """GSPO in place of the policy loss."""
+    answers = [a for step in STEPS for a in step if (a.reward, len(a.mask)) == (reward, len(lp))]
+    (mask,) = {a.kept() for a in answers}
+    return {"loss": gspo(lp, old, mask, reward) + KL * (lp - ref)}
+
+
+def of_values(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+    """A critic's clipped loss."""
+    clipped = old + (lp - old).clamp(-CLIP, CLIP)
+    return {"loss": 0.5 * torch.maximum((lp - reward).square(), (clipped - reward).square())}
+
+
 OURS = [mode for mode in MODES if mode != "rollout_mean"]
-CISPO, SFT = {"use_cispo_loss": True}, {"engine": "MegatronLMEngine"}
-OTHERS = ("FSDPPPOActor", "ArchonPPOActor", "MegatronRWEngine", "MegatronDPOEngine")
+CISPO, GSPO = {"use_cispo_loss": True}, {"importance_sampling_level": "sequence"}
+CRITIC, SFT = {"model": "critic"}, {"model": "SFT"}
 OWN: Runs = {
     "token_mean": stock(with_teacher, "token_mean"),
     "token_mean, CISPO": stock(cispo, "token_mean", **CISPO),
+    "token_mean, GSPO": stock(with_ratio_of_sample, "token_mean", **GSPO),
     "SFT": Run(options=SFT),  # divides by 1e-5 + the tokens of a microbatch
 }
 RUNS: Runs = {
     **{mode: exact(with_teacher, mode) for mode in OURS},
     **{f"{mode}, CISPO": exact(cispo, mode, **CISPO) for mode in OURS},
+    "prompt_mean, GSPO": exact(with_ratio_of_sample, "prompt_mean", **GSPO),
     **{f"{mode}, SFT": exact(nll, mode, **SFT) for mode in ("sample_mean", "constant")},
     "sample_mean, without empty ones": exact(with_teacher, "sample_mean", empty="skip"),
     "rollout_mean": refused("rollout_mean"),
+    "microbatch_mean": refused("microbatch_mean"),
+    "rejected samples": refused("token_mean", "skip"),
+    "prompt_mean, minibatches": refused("prompt_mean", ppo_n_minibatches=2),
     "prompt_mean, SFT": refused("prompt_mean", **SFT),
+    "M2PO": refused("token_mean", m2_threshold=0.1),
     "tree training": refused("token_mean", enable_tree_training=True),
-    **{name: refused("token_mean", engine=name) for name in OTHERS},
+    **{
+        f"{backend}, {model}": refused("token_mean", model=model, backend=f"{backend}:d2")
+        for backend in ("fsdp", "archon")
+        for model in ("actor", "critic", "SFT")
+    },
 }
+# AReaL's critic has no context parallelism.
+OWN_OF_CRITIC: Runs = {"token_mean, critic": stock(of_values, "token_mean", **CRITIC)}
+RUNS_OF_CRITIC: Runs = {f"{mode}, critic": exact(of_values, mode, **CRITIC) for mode in OURS}
 
 
 def report(*checkouts: str) -> Any:
-    found = Report(use, train, checkouts, OWN, RUNS)
-    found.compare("DP 2", 1, configured=True)
-    found.compare("CP 2", 2, configured=True)
-    return found.rows, found.failures
+    found = Report(use, train, checkouts, OWN, RUNS, adapt=adapt)
+    critic = Report(use, train, checkouts, OWN_OF_CRITIC, RUNS_OF_CRITIC, adapt=adapt)
+    found.compare("DP 2", 1)
+    critic.compare("DP 2", 1)
+    found.compare("CP 2", 2)
+    (problems,) = run_host_ranks(_problems_of_classes, 1, checkouts[1])
+    # AReaL reports no loss, and so there is no metric to compare.
+    rows = [(*row[:3], "", row[4]) for row in found.rows + critic.rows]
+    return rows, found.failures + critic.failures + problems
+
+
+def _problems_of_classes(checkout: str) -> list[str]:
+    """What is wrong with the engines as a single controller, or one's own code, uses them."""
+    use(checkout)
+    adapt()
+    del os.environ["AREAL_SPMD_MODE"]
+    from areal.api.alloc_mode import ModelAllocation
+    from areal.utils.dynamic_import import import_from_string
+
+    from megatron_loss_agg.frameworks import areal as adapter
+
+    os.environ[VARIABLE] = flags("sample_mean")
+    ModelAllocation.from_str = _allocation
+    problems = []
+    for model, expected in {
+        "actor": adapter.AggregatedPPOActor,
+        "critic": adapter.AggregatedPPOCritic,
+        "SFT": adapter.AggregatedLMEngine,
+    }.items():
+        of_workers = _engine(model, "megatron:d2").train_engine
+        path = f"{of_workers.__module__}.{of_workers.__name__}"  # as its controllers write it
+        if import_from_string(path) is not expected:
+            problems.append(f"workers of the {model} get {path}")
+    engine = object.__new__(adapter.AggregatedLMEngine)
+    refusals = {
+        "another loss": (engine.train_batch, {}, torch.sum, torch.sum),
+        "no variable": (adapter._aggregation, None, True),
+    }
+    os.environ[VARIABLE] = ""
+    for name, (call, *args) in refusals.items():
+        if not str(attempt(call, *args, errors=HostError)).startswith("HostError:"):
+            problems.append(f"{name} is not refused")
+    return problems

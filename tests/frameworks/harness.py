@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ def grpo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, advantage: Tenso
     policy = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     kl = (ref - lp).exp() - 1 - (ref - lp)
     return {"pg_loss": policy, "kl_loss": kl, "entropy_loss": entropy}
+
+
+def gspo(lp: Tensor, old: Tensor, mask: Sequence[float], advantage: float) -> Tensor:
+    """The clipped policy loss of every token, with the geometric mean of its sample's ratios."""
+    trained = lp.new_tensor(mask)
+    ratio = (((lp - old) * trained).sum() / trained.sum().clamp(min=1)).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
 
 class KeepGradients:

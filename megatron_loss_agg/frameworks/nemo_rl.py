@@ -1,0 +1,193 @@
+"""NeMo-RL's GRPO, PPO and SFT on Megatron: a policy whose `train` weighs every sample.
+
+Stands on `PolicyInterface.train(data, loss_fn)`, which the driver calls with the whole batch, and on
+the `LossFunction` protocol: NeMo-RL sends the loss function to its workers with the batch. Here the
+driver adds ``c_s`` to it as a column. NeMo-RL's loss of a global batch is, with ``v = sample_mask``,
+
+    L = (1 / G) sum_s v_s sum_t m_t l_t                G = global_valid_toks, or
+    L = (1 / N) sum_s v_s (1 / M_s) sum_t m_t l_t      N = global_valid_seqs, if not token_level_loss
+
+so the gradient of each log-probability times ``c_s G / v_s``, or ``c_s M_s N / v_s``, is that of
+``sum_t m_t c_s l_t``. The reported loss follows; other metrics stay NeMo-RL's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg import LossAggregation, StepPlan, weigh
+from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+
+try:
+    from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
+    from nemo_rl.algorithms.loss.interfaces import LossType
+    from nemo_rl.data.multimodal_utils import PackedTensor
+except ImportError as error:
+    raise HostError(
+        f"NeMo-RL must be 0.6.0 or later, whose losses take log-probabilities, got one without them "
+        f"({error}). Install such a version of NeMo-RL."
+    ) from error
+
+SETTINGS = """\
+export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
+
+# in run_grpo.py, run_ppo.py or run_sft.py, after `setup(...)`:
+from megatron_loss_agg.frameworks.nemo_rl import aggregate_losses
+aggregate_losses(policy)
+"""
+
+COLUMN = "loss_coefficients"
+
+
+def aggregate_losses(policy: Any) -> Any:
+    """Let ``policy.train`` aggregate losses as MEGATRON_LOSS_AGG_FLAGS says; returns the policy.
+
+    Evaluation stays NeMo-RL's. Without the variable nothing changes.
+
+    Raises:
+        OptionError: a mode that needs what NeMo-RL does not send.
+        HostError: a policy that is not trained by Megatron's workers on the batch that it is given.
+    """
+    agg = aggregation_from_environment()
+    if agg is None:
+        return policy
+    if not agg.units <= {"all", "sample", "prompt"}:
+        raise OptionError(
+            "--loss-aggregation must be a mean over tokens, samples or prompts in NeMo-RL, which "
+            f"has no other ids, got {agg.label!r}. Choose token_mean, sample_mean or prompt_mean."
+        )
+    if not policy.cfg.get("megatron_cfg", {}).get("enabled"):
+        raise HostError(
+            "the policy must be trained by Megatron, got DTensor workers. Set "
+            "policy.megatron_cfg.enabled=true, or unset MEGATRON_LOSS_AGG_FLAGS."
+        )
+    if hasattr(policy, "train_from_meta"):
+        raise HostError(
+            "the batch must pass through the driver, got a policy of the data plane. Set "
+            "data_plane.enabled=false, or unset MEGATRON_LOSS_AGG_FLAGS."
+        )
+    # As in NeMo-RL's own means, unless the flags say otherwise.
+    agg = replace(
+        agg, rejected=agg.rejected or "skip", sample_weights=agg.sample_weights or "count"
+    )
+    train = policy.train
+
+    def train_aggregated(
+        data: Any, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, **more: Any
+    ) -> Any:
+        if not eval_mode:
+            _check(agg, data, loss_fn)
+            size = gbs or policy.cfg["train_global_batch_size"]
+            data = type(data)({**data, COLUMN: _coefficients(agg, data, size)})
+            loss_fn = AggregatedLoss(loss_fn)
+        return train(data, loss_fn, eval_mode=eval_mode, gbs=gbs, **more)
+
+    policy.train = train_aggregated
+    return policy
+
+
+def _check(agg: LossAggregation, data: Any, loss_fn: Any) -> None:
+    if type(loss_fn) not in (ClippedPGLossFn, NLLLossFn):
+        raise HostError(
+            f"the loss must be ClippedPGLossFn or NLLLossFn, got {type(loss_fn).__name__}, whose sum "
+            "is another. Unset MEGATRON_LOSS_AGG_FLAGS."
+        )
+    if getattr(loss_fn, "positive_example_nll_weight", 0):
+        raise HostError(
+            "positive_example_nll_weight must be 0, since its term is a mean over each microbatch, "
+            f"got {loss_fn.positive_example_nll_weight}. Change loss_fn."
+        )
+    if "prompt" not in agg.units:
+        return
+    if type(loss_fn) is NLLLossFn:
+        raise OptionError(
+            f"--loss-aggregation must be a mean over tokens or samples in SFT, which has no prompts, "
+            f"got {agg.label!r}. Choose sample_mean."
+        )
+    if any(isinstance(x, PackedTensor) for x in data.values()):
+        raise HostError(
+            "prompts must be text, since they are told apart by their tokens, got images, video or "
+            "audio. Choose sample_mean."
+        )
+
+
+def _coefficients(agg: LossAggregation, data: Any, size: int) -> Tensor:
+    """``c_s`` of every sample in its global batch of ``size``: fp32 [samples]."""
+    sample_mask = data["sample_mask"].double()
+    # The token at position 0 has no log-probability.
+    mask_sums = data["token_mask"][:, 1:].double().sum(-1)
+    prompts = _prompts(data) if "prompt" in agg.units else None
+    parts = []
+    for start in range(0, len(mask_sums), size):
+        batch = slice(start, start + size)
+        rejected = sample_mask[batch] == 0
+        plan = StepPlan.from_mask_sums(
+            agg,
+            mask_sums[batch],
+            prompt_ids=None if prompts is None else prompts[batch],
+            rejected=rejected,
+            sample_weights=sample_mask[batch].where(~rejected, 1.0),
+        )
+        print_first_line(plan)
+        parts.append(plan.coefficients(0))
+    return torch.cat(parts).to(sample_mask.device, torch.float32)
+
+
+def _prompts(data: Any) -> Tensor:
+    """A number for each prompt: the tokens before the first generated one, as for advantages.
+
+    NeMo-RL's rows may come in any order: dynamic sampling drops single samples of a prompt.
+    """
+    tokens, positions = data["input_ids"], torch.arange(data["input_ids"].shape[1])
+    is_generated = data["token_mask"] != 0
+    lengths = torch.where(
+        is_generated.any(-1), is_generated.int().argmax(-1), data["input_lengths"]
+    )
+    prompts = torch.where(positions < lengths.unsqueeze(-1), tokens, -1)
+    return torch.unique(prompts, dim=0, return_inverse=True)[1]
+
+
+class AggregatedLoss:
+    """A loss function of NeMo-RL whose samples weigh what the column of the batch says."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn = loss_fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loss_fn":  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.loss_fn, name)
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Any,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        sample_mask = data["sample_mask"].to(next_token_logprobs.dtype).requires_grad_()
+        with torch.no_grad():
+            denominator = global_valid_toks
+            if self.loss_fn.loss_type == LossType.SEQUENCE_LEVEL:
+                denominator = global_valid_seqs * data["token_mask"][:, 1:].sum(-1)
+            weights = data[COLUMN] * denominator / sample_mask.where(sample_mask != 0, 1.0)
+        weights_T = weights.unsqueeze(-1).expand_as(next_token_logprobs)
+        data = type(data)({**data, "sample_mask": sample_mask})
+        if "curr_logprobs_unfiltered" in data:  # of top-k and top-p sampling, for the KL term
+            unfiltered = data["curr_logprobs_unfiltered"]
+            data["curr_logprobs_unfiltered"] = weigh(unfiltered, weights_T)
+        loss, metrics = self.loss_fn(
+            weigh(next_token_logprobs, weights_T),
+            data=data,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+        )
+        # The loss is a sum over samples of sample_mask times a loss, which is its derivative.
+        (losses,) = torch.autograd.grad(loss, sample_mask, retain_graph=True)
+        aggregated = (weights * sample_mask.detach() * losses).sum()
+        return loss, {**metrics, "loss": aggregated.item()}

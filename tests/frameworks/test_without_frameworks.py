@@ -1,0 +1,139 @@
+"""Of the adapters of NeMo-RL and AReaL, what needs neither: settings, and what is refused early.
+
+Their modules are stood in for by the names that the adapters import. Their code runs in
+ci/frameworks.sh.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.launch.flags import VARIABLE
+from tests.frameworks.harness import ROOT, page
+
+ADAPTERS = ROOT / "megatron_loss_agg" / "frameworks"
+NAMES = {
+    "nemo_rl": {
+        "nemo_rl.algorithms.loss": "ClippedPGLossFn NLLLossFn",
+        "nemo_rl.algorithms.loss.interfaces": "LossType",
+        "nemo_rl.data.multimodal_utils": "PackedTensor",
+    },
+    "areal": {
+        "areal": "PPOTrainer SFTTrainer",
+        "areal.engine.megatron_engine": (
+            "MegatronDPOEngine MegatronLMEngine MegatronPPOActor MegatronPPOCritic"
+        ),
+        "areal.trainer.ppo.actor": "grpo_loss_fn",
+        "areal.trainer.ppo.critic": "ppo_loss_fn",
+        "areal.trainer.sft.lm_engine": "compute_packed_sft_loss",
+        "areal.utils.data": "concat_batch",
+        "areal.utils.environ": "is_single_controller",
+    },
+}
+METHODS = ("_create_train_engine", "_create_critic", "_create_actor")
+ACTOR = {"enable_tree_training": False, "m2_threshold": None, "ppo_n_minibatches": 1}
+
+
+def imported(name: str, monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...] = METHODS) -> Any:
+    for path, names in NAMES[name].items():
+        module = ModuleType(path)
+        for x in names.split():
+            setattr(module, x, type(x, (), dict.fromkeys(methods)))
+        monkeypatch.setitem(sys.modules, path, module)
+    return executed(name)
+
+
+def executed(name: str) -> Any:
+    spec = spec_from_file_location(name, ADAPTERS / f"{name}.py")
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_the_settings(name: str) -> None:
+    body = ast.parse((ADAPTERS / f"{name}.py").read_text()).body
+    (settings,) = (
+        ast.literal_eval(x.value)
+        for x in body
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "SETTINGS"
+    )
+    assert f"```text\n{settings}```" in page(name.replace("_", "-"))
+
+
+@pytest.mark.parametrize("name, oldest", {"nemo_rl": "0.6.0", "areal": "1.0.4"}.items())
+def test_an_older_framework_is_refused_at_import(name: str, oldest: str) -> None:
+    with pytest.raises(HostError, match=f"must be {oldest} or later"):
+        executed(name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trainer_without_the_overridden_method_is_refused(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tuple(x for x in METHODS if x != method)
+    with pytest.raises(HostError, match=method):
+        imported("areal", monkeypatch, others)
+
+
+@pytest.mark.parametrize(
+    "mode, policy, error",
+    [
+        ("prompt_mean", {"cfg": {"dtensor_cfg": {"enabled": True}}}, HostError),
+        ("prompt_mean", {"train_from_meta": None}, HostError),
+        ("rollout_mean", {}, OptionError),
+        ("dataset_mean", {}, OptionError),
+        ("microbatch_mean", {}, OptionError),
+        ("prompt_mean", {}, None),
+    ],
+)
+def test_policies_of_nemo_rl(
+    mode: str, policy: Any, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = imported("nemo_rl", monkeypatch)
+    monkeypatch.setenv(VARIABLE, f"--loss-aggregation {mode}")
+    settings = {"cfg": {"megatron_cfg": {"enabled": True}}, "train": None, **policy}
+    if error is not None:
+        with pytest.raises(error):
+            adapter.aggregate_losses(SimpleNamespace(**settings))
+    else:
+        assert callable(adapter.aggregate_losses(SimpleNamespace(**settings)).train)
+    monkeypatch.setenv(VARIABLE, "")
+    assert adapter.aggregate_losses(SimpleNamespace(**settings)).train is None
+
+
+@pytest.mark.parametrize(
+    "flags, config, has_prompts, error",
+    [
+        ("", {}, True, HostError),
+        ("prompt_mean", {"ppo_n_minibatches": 2}, True, HostError),
+        ("sample_mean", {"ppo_n_minibatches": 2}, True, None),
+        ("prompt_mean", {}, True, None),
+        ("prompt_mean", {}, False, OptionError),
+        ("token_mean", {"enable_tree_training": True}, True, HostError),
+        ("token_mean", {"m2_threshold": 0.1}, True, HostError),
+        ("token_mean --loss-aggregation-rejected skip", {}, True, OptionError),
+        ("rollout_mean", {}, True, OptionError),
+        ("dataset_mean", {}, True, OptionError),
+        ("microbatch_mean", {}, True, OptionError),
+    ],
+)
+def test_engines_of_areal(
+    flags: str, config: Any, has_prompts: bool, error: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = imported("areal", monkeypatch)
+    monkeypatch.setenv(VARIABLE, flags and f"--loss-aggregation {flags}")
+    settings = SimpleNamespace(**{**ACTOR, **config})
+    if error is None:
+        assert adapter._aggregation(settings, has_prompts) is not None
+        return
+    with pytest.raises(error):
+        adapter._aggregation(settings, has_prompts)
