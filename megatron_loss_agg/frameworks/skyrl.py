@@ -55,11 +55,11 @@ for _method in (
             "none. Install such a version of SkyRL."
         )
 
-SETTINGS = '''\
+SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 python -m skyrl.train.entrypoints.main_base trainer.algorithm.use_kl_loss=false \\
     trainer.override_entrypoint=megatron_loss_agg.frameworks.skyrl ...
-'''
+"""
 
 PROPORTIONAL = frozenset(
     {
@@ -243,15 +243,15 @@ def check_settings(cfg: Any, proportional_losses: frozenset[str] = PROPORTIONAL)
         )
 
 
-class ExactTrainer(ExactLoss, RayPPOTrainer):  # type: ignore[misc]
+class ExactTrainer(ExactLoss, RayPPOTrainer):
     """SkyRL's trainer."""
 
 
-class ExactAsyncTrainer(ExactLoss, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+class ExactAsyncTrainer(ExactLoss, FullyAsyncRayPPOTrainer):
     """SkyRL's fully asynchronous trainer."""
 
 
-class Experiment(BasePPOExp):  # type: ignore[misc]
+class Experiment(BasePPOExp):
     """SkyRL's experiment with one of these trainers."""
 
     def get_trainer(self, cfg: Any, *args: Any, **kwargs: Any) -> ExactLoss:

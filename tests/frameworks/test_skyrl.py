@@ -106,6 +106,7 @@ SETTINGS = {
 """Of SkyRL's trainer. So are the options of runs, besides ``calls`` and those of the generator."""
 ALONE = {"algorithm.use_kl_loss": False, "algorithm.use_entropy_loss": False}
 BOTH = {"algorithm.reduce_kl_and_entropy": True}
+CRITIC = {"strategy": "fsdp", "critic_mini_batch_size": 3, "critic.model.path": "value"}
 FILTER = {"algorithm.zero_variance_filter": True}
 ADAPTER = "megatron_loss_agg.frameworks.skyrl"
 
@@ -339,7 +340,12 @@ REFUSED: Runs = {
     "another reduction": refused(
         "HostError: .*loss_reduction must be token_mean", **stock("sample_mean").options
     ),
-    "critic": refused("HostError: .*no critic", strategy="fsdp", critic_mini_batch_size=3, **{"critic.model.path": "value"}),
+    "critic": refused(
+        "HostError: .*no critic",
+        strategy="fsdp",
+        critic_mini_batch_size=3,
+        **{"critic.model.path": "value"},
+    ),
     "per token": refused(
         "HostError: .*got calculate_per_token_loss",
         **{"policy.megatron_config.transformer_config_kwargs": {"calculate_per_token_loss": True}},
@@ -395,10 +401,7 @@ def test_the_policy_loss_is_exact_in_skyrl_as_it_is() -> None:
 
 def test_with_the_seam_kl_and_entropy_are_exact_too(patched: str) -> None:
     """With our aggregations, and with SkyRL's own."""
-    own_modes = {
-        f"SkyRL's {mode}": stock_is_exact(with_entropy, mode, **BOTH)
-        for mode in MODES
-    }
+    own_modes = {f"SkyRL's {mode}": stock_is_exact(with_entropy, mode, **BOTH) for mode in MODES}
     runs = {**ours(with_entropy, **BOTH), **own_modes}
     comparison = Report(
         use, train, (str(PEERS), patched), own(stock), runs, batch=ALL, vocab=VOCAB, adapt=adapt
