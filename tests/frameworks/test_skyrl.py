@@ -11,6 +11,8 @@ import functools
 import importlib
 import itertools
 import logging
+import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -21,14 +23,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.presets import PRESETS, presets_of
+from tests import oracle
 from tests.frameworks import report
 from tests.frameworks.harness import (
     CLIP,
     ENTROPY,
     KL,
     KeepGradients,
+    attempt,
     ignore_masks_of_padding,
+    page,
     patched_copy,
     run_tests,
     use_framework,
@@ -47,6 +53,7 @@ from tests.frameworks.report import (
 from tests.host import gpt
 from tests.host.harness import run_host_ranks
 from tests.host.steps import Places
+from tests.oracle import Sample
 from tests.peers.standins import PEERS
 
 STANDINS = (
@@ -108,6 +115,7 @@ ALONE = {"algorithm.use_kl_loss": False, "algorithm.use_entropy_loss": False}
 BOTH = {"algorithm.reduce_kl_and_entropy": True}
 CRITIC = {"strategy": "fsdp", "critic_mini_batch_size": 3, "critic.model.path": "value"}
 FILTER = {"algorithm.zero_variance_filter": True}
+SHORTEST = ("trainer.strategy=megatron", "trainer.logger=console")
 ADAPTER = "megatron_loss_agg.frameworks.skyrl"
 
 
@@ -401,21 +409,144 @@ def test_the_policy_loss_is_exact_in_skyrl_as_it_is() -> None:
 
 def test_with_the_seam_kl_and_entropy_are_exact_too(patched: str) -> None:
     """With our aggregations, and with SkyRL's own."""
-    own_modes = {f"SkyRL's {mode}": stock_is_exact(with_entropy, mode, **BOTH) for mode in MODES}
-    runs = {**ours(with_entropy, **BOTH), **own_modes}
-    comparison = Report(
-        use, train, (str(PEERS), patched), own(stock), runs, batch=ALL, vocab=VOCAB, adapt=adapt
-    )
-    theirs, ours_ = comparison.compare("DP 2", 1)
+    some = ("rollouts", "sum", "rejected counted", *MODES, *WAYS)
+    runs = {name: run for name, run in ours(with_entropy, **BOTH).items() if name in some}
+    runs |= {f"SkyRL's {mode}": stock_is_exact(with_entropy, mode, **BOTH) for mode in MODES}
+    skyrls = {mode: stock(mode) for mode in ("prompt_mean", "token_mean")}
+    checkouts = str(PEERS), patched
+    comparison = Report(use, train, checkouts, skyrls, runs, batch=ALL, vocab=VOCAB, adapt=adapt)
+    of_both = comparison.compare("DP 2", 1)
     comparison.compare("CP 2", 2, **PACKED)
     assert comparison.failures == []
-    theirs, ours_ = (steps["prompt_mean"][0].metrics["all steps"] for steps in (theirs, ours_))
-    total = ours_["policy_loss"] + KL * ours_["policy_kl"] - ENTROPY * ours_["policy_entropy"]
-    assert ours_["final_loss"] == pytest.approx(total, rel=1e-5)
-    followed = {name: ours_[name] for name in (*METRICS, "final_loss")}
-    assert ours_ == {**theirs, **followed}  # all others stay
+    before, after = (steps["prompt_mean"][0].metrics["all steps"] for steps in of_both)
+    total = after["policy_loss"] + KL * after["policy_kl"] - ENTROPY * after["policy_entropy"]
+    assert after["final_loss"] == pytest.approx(total, rel=1e-5)
+    followed = {name: after[name] for name in (*METRICS, "final_loss")}
+    assert after == {**before, **followed}  # all others stay
 
 
 def test_skyrls_unit_tests_pass(patched: str) -> None:
     file = "tests/backends/skyrl_train/utils/test_reduce_kl_and_entropy.py"
     assert run_host_ranks(run_tests, 1, use, patched, file) == [0]
+
+
+def test_a_policy_loss_is_proportional_to_advantages_or_refused() -> None:
+    run_host_ranks(compare_losses, 1)
+
+
+def compare_losses() -> None:
+    """Of weighted advantages, with the sum of each sample's loss times its weight."""
+    use(str(PEERS))
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, PolicyLossType
+    from skyrl.train.config import SkyRLTrainConfig
+
+    from megatron_loss_agg.frameworks.skyrl import PROPORTIONAL
+
+    config = SkyRLTrainConfig().trainer.algorithm
+    correction = config.off_policy_correction
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, 5, 8, generator=generator, dtype=torch.float64)
+    log_probs = draw() - 3
+    old, rollout = log_probs + 0.3 * draw(), log_probs + 0.3 * draw()
+    advantages, mask = 10 * draw(), (draw() < 0.7).double()
+    weights = torch.tensor([0.01, 3.0, 0.0, 0.5, 20.0], dtype=torch.float64).unsqueeze(-1)
+    names = {str(name) for name in PolicyLossType}
+    assert names - PROPORTIONAL == {"clip_cov", "kl_cov", "cross_entropy"} and names > PROPORTIONAL
+    for name in names:
+        config.policy_loss_type = name
+        correction.sequence_mask_metric = "geometric" if name in PROPORTIONAL else None
+        correction.tis_ratio_type = "sequence" if name in PROPORTIONAL else None
+        correction.geo_mask_low, correction.geo_mask_high = 0.9, 1.1
+        loss = PolicyLossRegistry.get(name)
+
+        def of(some: torch.Tensor, loss: Any = loss) -> torch.Tensor:
+            return loss(log_probs, old, some, config, mask, rollout)[0]
+
+        weighted = sum(
+            weights[i] * of(advantages * (torch.arange(5) == i)[:, None]) for i in range(5)
+        )
+        is_proportional = of(weights * advantages).isclose(weighted, rtol=1e-9).item()
+        assert is_proportional == (name in PROPORTIONAL), name
+
+
+def test_skyrls_entry_point_starts_it_by_the_settings_of_the_page() -> None:
+    (settings,) = run_host_ranks(start, 1)
+    assert f"```bash\n{settings}```" in page("skyrl")
+
+
+def start() -> str:
+    """The settings of the adapter, by which it starts."""
+    use_framework(STANDINS.replace("omegaconf ", ""), str(PEERS))
+    from skyrl.train.entrypoints import main_base
+
+    started: list[Any] = []
+    ray: Any = importlib.import_module("ray")
+    ray.get = lambda value: value
+    ray.remote = lambda **options: (
+        lambda function: Namespace(remote=lambda cfg: started.append((options, function, cfg)))
+    )
+    adapter = importlib.import_module(ADAPTER)
+    adapter.initialize_ray = lambda cfg: None  # type: ignore[attr-defined]
+    _, *words = shlex.split(adapter.SETTINGS.replace("\\\n", "").replace(" ...", ""))
+    variable, flags = words[0].split("=", 1)
+    os.environ[variable] = flags
+    sys.argv = ["main_base", *(x for x in words if x.startswith("trainer.")), *SHORTEST]
+    main_base.main()
+    (options, function, cfg), *_ = started
+    assert function is adapter.run and cfg.trainer.strategy == "megatron"
+    assert options["runtime_env"]["env_vars"] == {variable: flags}
+    sys.argv.append("trainer.algorithm.use_kl_loss=true")
+    error = attempt(main_base.main, errors=ValueError)
+    assert error.startswith("HostError") and len(started) == 1
+    return str(adapter.SETTINGS)
+
+
+def test_an_older_skyrl_is_refused_at_import() -> None:
+    (error,) = run_host_ranks(import_without_extension_point, 1)
+    assert error.startswith("HostError: SkyRL's RayPPOTrainer must have the method _normalize_adv")
+
+
+def import_without_extension_point() -> str:
+    use(str(PEERS))
+    del importlib.import_module("skyrl.train.trainer").RayPPOTrainer._normalize_advantages
+    return str(attempt(importlib.import_module, ADAPTER, errors=ValueError))
+
+
+def test_the_fully_asynchronous_trainer_weighs_advantages_too() -> None:
+    step = [Sample(answer.kept(), answer.prompt, answer.rollout) for answer in ANSWERS]
+    (weights,) = oracle.step_weights("prompt_mean", [[step]])[0]
+    (advantages,) = run_host_ranks(train_asynchronously, 1)
+    for row, of_sample in zip(advantages, weights, strict=False):  # the last row is padding
+        assert row[len(row) - len(of_sample) :].tolist() == pytest.approx(of_sample)
+
+
+def train_asynchronously() -> torch.Tensor:
+    """The advantages that the workers get, where all were 1."""
+    use(str(PEERS))
+    os.environ[VARIABLE] = "--loss-aggregation prompt_mean"
+    adapter = importlib.import_module(ADAPTER)
+    trainer = object.__new__(adapter.ExactAsyncTrainer)
+    cfg = trainer.cfg = _configured({**SETTINGS, **ALONE, "policy_mini_batch_size": 6})
+    trainer.aggregation = trainer.checked_aggregation(cfg)
+    trainer.all_metrics, trainer.all_timings, trainer.global_step = {}, {}, 1
+    trainer.tokenizer, staged = Namespace(pad_token_id=0), []
+    trainer.dispatch = Namespace(
+        get_lcm_dp_size=lambda: 2,
+        stage_data=lambda model, data, boundaries: staged.append(data) or [],
+        empty_cache=lambda: None,
+    )
+    trainer.fwd_logprobs_values_reward = lambda data: data
+
+    def advantages_of_1(data: Any) -> Any:
+        data["advantages"] = torch.ones_like(data["loss_mask"])
+        return data
+
+    trainer.compute_advantages_and_returns = advantages_of_1
+    output = asyncio.run(_generate(None))
+    uids = [x.instance_id for x in output["trajectory_ids"]]
+    output, uids = trainer.postprocess_generator_output(output, uids)
+    data = trainer.convert_to_training_input(output, uids)
+    asyncio.run(trainer._run_training(data))
+    (data,) = staged
+    result: torch.Tensor = data["advantages"] * data["loss_mask"]
+    return result
