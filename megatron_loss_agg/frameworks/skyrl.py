@@ -36,12 +36,9 @@ try:
     from skyrl.train.entrypoints.main_base import BasePPOExp
     from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
     from skyrl.train.trainer import RayPPOTrainer
-    from skyrl.train.utils import validate_cfg
-    from skyrl.train.utils.utils import initialize_ray
+    from skyrl.train.utils.utils import initialize_ray, validate_cfg
 except ImportError as error:
-    raise HostError(
-        f"SkyRL must be 0.2.0 or later, got one without its trainer ({error}). Upgrade SkyRL."
-    ) from error
+    raise HostError(f"SkyRL 0.2.0 or later must be installed, got: {error}. Install it.") from error
 
 # Were one of them renamed, the overriding methods below would never be called.
 for _method in (
@@ -233,7 +230,7 @@ def check_settings(cfg: Any, proportional_losses: frozenset[str] = PROPORTIONAL)
         raise HostError(
             "there must be no critic, whose loss advantages do not reach, got "
             f"trainer.critic.model.path={cfg.trainer.critic.model.path}. Choose an "
-            "advantage_estimator without one, or unset " + f"{VARIABLE}."
+            f"advantage_estimator without one, or unset {VARIABLE}."
         )
     transformer = cfg.trainer.policy.megatron_config.transformer_config_kwargs or {}
     if transformer.get("calculate_per_token_loss"):
