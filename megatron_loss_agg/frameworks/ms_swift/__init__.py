@@ -15,7 +15,7 @@ from __future__ import annotations
 from megatron_loss_agg.errors import HostError
 
 try:
-    from swift.megatron.trainers import BaseMegatronTrainer, MegatronTrainer, base
+    from swift.megatron.trainers import BaseMegatronTrainer, base
 except ImportError as error:
     raise HostError(
         f"ms-swift 4.6.0 and mcore-bridge must be installed, got: {error}. Install them."
@@ -31,8 +31,6 @@ for _holder, _name in (
             f"ms-swift's {_holder.__name__} must have {_name}, as 4.6.0 has, got none. Install such "
             "a version of ms-swift."
         )
-
-__all__ = ["SETTINGS", "BaseMegatronTrainer", "MegatronTrainer", "base"]
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from swift.megatron.trainers import BaseMegatronTrainer, MegatronTrainer, base
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks what is replaced below
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.frameworks.ms_swift import BaseMegatronTrainer, MegatronTrainer, base
 from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.launch.install import hook_from_args, install
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
