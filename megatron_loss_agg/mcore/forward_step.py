@@ -480,7 +480,7 @@ def _check_places(packing: Any, shape: MicrobatchShape) -> None:
     if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
         raise DataError(
             f"the samples of a pack must begin where the model's sequences do, {sequences.tolist()}, "
-            f"got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' beside the real 'cu_seqlens'."
+            f"got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' beside 'cu_seqlens'."
         )
 
 

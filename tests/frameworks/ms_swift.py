@@ -57,6 +57,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 
 from megatron_loss_agg.errors import AggregationError  # noqa: E402
+from megatron_loss_agg.launch.flags import VARIABLE  # noqa: E402
 from tests.frameworks.harness import (  # noqa: E402
     Terms,
     attempt,
@@ -66,6 +67,7 @@ from tests.frameworks.harness import (  # noqa: E402
 from tests.host.reference import Reference, of_samples  # noqa: E402
 
 gc.freeze()  # ms-swift collects garbage in every run, which would look at all that is imported
+ADAPTER = "megatron_loss_agg.frameworks.ms_swift"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, EOS = 26, 27
 ignore_masks_of_padding()
@@ -148,6 +150,21 @@ def train(
     run_script = functools.partial(runpy.run_path, run_name="__main__")
     said = attempt(run_script, str(script), errors=AggregationError)
     return said if isinstance(said, str) else None
+
+
+def settings() -> str:
+    return importlib.import_module(ADAPTER).SETTINGS
+
+
+def import_adapter() -> str:
+    """The error where ms-swift lacks what the adapter replaces."""
+    os.environ[VARIABLE] = "--loss-aggregation sample_mean"
+    trainers = importlib.import_module("swift.megatron.trainers")
+    stock = dict(vars(trainers.BaseMegatronTrainer))
+    importlib.import_module(ADAPTER)
+    assert stock == dict(vars(trainers.BaseMegatronTrainer))
+    del sys.modules[ADAPTER], trainers.BaseMegatronTrainer.prepare_model
+    return attempt(importlib.import_module, ADAPTER, errors=AggregationError)
 
 
 def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> tuple[Any, ...]:

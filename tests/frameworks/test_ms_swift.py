@@ -1,4 +1,4 @@
-"""ms-swift 4.6.0: its command line on the real Megatron-Core, with the plugin file of its page.
+"""ms-swift 4.6.0: its command line on the real Megatron-Core, with our plugin file.
 
 Each run trains a checkpoint for one step, on two ranks. Its gradient is what that step, of SGD,
 subtracts from the weights that are saved. Stock is exact for the token mean under the per-token
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shlex
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from tests.host.reference import Gradient, Reference, relative_error
 from tests.host.steps import Weights
 from tests.oracle import Sample
 
-PLUGIN = "examples/ms_swift_plugin.py"
+PLUGIN = ROOT / "megatron_loss_agg/frameworks/ms_swift/plugin.py"
 SAMPLE_MEAN = "--loss-aggregation sample_mean"
 FOLDER = TemporaryDirectory()
 INPUTS = Path(FOLDER.name)  # checkpoints and data sets
@@ -145,7 +144,7 @@ def train(
     """What was trained, or the error. Stock without ``flags``."""
     output = Path(mkdtemp(dir=INPUTS))
     given = arguments(output, {name: x for some in settings for name, x in some.items()})
-    given += ["--external_plugins", str(ROOT / PLUGIN)] if plugin else []
+    given += ["--external_plugins", str(PLUGIN)] if plugin else []
     environment = {} if flags is None else {VARIABLE: flags}
     run = command, given, environment, worker
     (error, *_) = on_ranks("train", ranks, *run, initialized=False)
@@ -304,9 +303,10 @@ def test_other_losses_are_refused_before_the_model_is_built(
     assert said.endswith("Unset MEGATRON_LOSS_AGG_FLAGS.")
 
 
-def test_the_command_of_the_page_is_exact(tmp_path: Path) -> None:
+def test_the_settings_of_the_page_are_exact(tmp_path: Path) -> None:
+    (settings,) = on_ranks("settings", 1)
     text, pins = page("ms-swift"), (ROOT / "ci/peers.txt").read_text().split()
-    (command,) = re.findall(r"^MEGATRON_LOSS_AGG_FLAGS.*?$\n.*?$", text, re.M)
+    assert f"```bash\n{settings}```" in text
     assert all(pin in text for pin in pins if pin.startswith(("ms-swift", "mcore-bridge")))
     # What starts the ranks logs by the hub's logger.
     (tmp_path / "sitecustomize.py").write_text(
@@ -318,5 +318,15 @@ def test_the_command_of_the_page_is_exact(tmp_path: Path) -> None:
     megatron = 'megatron() { python -m swift.cli._megatron.main "$@"; }\n'
     environment = {"NPROC_PER_NODE": "2", "PET_STANDALONE": "1", "OMP_NUM_THREADS": "1"}
     paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    run_in_bash(megatron + command.replace(" ... ", f" {given} "), **environment, **paths)
+    run_in_bash(megatron + settings.replace(" ... ", f" {given} "), **environment, **paths)
     assert error(result(output), references()["loss"], weights("sample_mean")) < FP32
+
+
+def test_the_folder_of_the_plugin_hides_no_package() -> None:
+    """ms-swift puts it first on the path."""
+    assert {path.stem for path in PLUGIN.parent.glob("*.py")} == {"__init__", "plugin"}
+
+
+def test_to_import_the_adapter_changes_nothing_and_a_change_of_ms_swift_is_noticed() -> None:
+    (error,) = on_ranks("import_adapter", 1)
+    assert error.startswith("HostError: ms-swift's BaseMegatronTrainer must have prepare_model, ")

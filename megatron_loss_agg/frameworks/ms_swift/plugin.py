@@ -1,8 +1,9 @@
-"""Exact loss aggregation in ms-swift's Megatron training, without a patch: see its page in docs.
+"""The file that ms-swift runs in every process that trains: see the package that it lies in.
 
-MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean" \
-    megatron sft ... --external_plugins examples/ms_swift_plugin.py
+Without the environment variable, and in workers of data loaders, it changes nothing.
 """
+
+from __future__ import annotations
 
 import functools
 import os
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from swift.megatron.trainers import BaseMegatronTrainer, MegatronTrainer, base
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
+import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks what is replaced below
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -23,6 +26,9 @@ from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
 stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model
 stock_max = base.reduce_max_stat_across_model_parallel_group
+
+_of_trainer: dict[str, Any] = {}
+"""The options of the hook that only the trainer of this process knows."""
 
 
 def read_samples(batch: Any) -> Microbatch:
@@ -45,9 +51,10 @@ def read_pairs(batch: Any) -> Microbatch:
 
 
 def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
+    """The trainer's forward step with the losses of tokens, in place of its loss function."""
     output, stock = stock_step(data_iterator, model)
 
-    def compute(losses: torch.Tensor) -> Any:
+    def compute(losses: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
             report = stock(losses)[-1]
         losses = losses.float()
@@ -62,13 +69,14 @@ def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -
 
 
 def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
+    """The trainer's forward step with the losses of pairs, in place of its loss function."""
     output, stock = stock_step(data_iterator, model)
 
-    def log_probs(losses: torch.Tensor) -> dict[str, torch.Tensor]:
+    def log_probs(losses: Tensor) -> dict[str, Tensor]:
         reference, policy = losses.chunk(2)
         return {"reference": -reference.detach(), "policy": -policy}
 
-    def compute(answers: dict[str, torch.Tensor], lengths: torch.Tensor) -> Any:
+    def compute(answers: dict[str, Tensor], lengths: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
             report = stock(output)[-1]
         of_policy, of_reference = answers["policy"].chunk(2), answers["reference"].chunk(2)
@@ -78,6 +86,7 @@ def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> 
 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
+    """Log the aggregated loss under a name as ms-swift's, summed over the ranks that report it."""
     for name in [name for name in logs if name.endswith(" loss")]:
         loss = logs[name.replace(" ", "_")] = logs.pop(name)
         dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
@@ -85,31 +94,34 @@ def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
 
 
 def prepare_model(trainer: Any) -> None:
+    """Choose how batches and losses are read, before the model is built.
+
+    Raises:
+        HostError: the trainer's loss is no sum over tokens, nor a mean over pairs.
+    """
     args = trainer.args
     if args.rlhf_type == "dpo" and not args.rpo_alpha:
-        chosen["read_batch"], step = read_pairs, pair_step
+        _of_trainer["read_batch"], step = read_pairs, pair_step
     elif isinstance(trainer, MegatronTrainer) and args.task_type == "causal_lm":
-        chosen["read_batch"], step = read_samples, sample_step
+        _of_trainer["read_batch"], step = read_samples, sample_step
     else:
         raise HostError(
             "the plugin needs megatron sft or pt with --task_type causal_lm, whose loss is a sum over "
             "tokens, or rlhf with --rlhf_type dpo and without --rpo_alpha, got "
             f"{type(trainer).__name__} with --task_type {args.task_type}. Unset {VARIABLE}."
         )
-    chosen["split"] = args.cp_partition_mode
+    _of_trainer["split"] = args.cp_partition_mode
     trainer.forward_step = functools.partial(step, trainer, trainer.forward_step)
     stock_prepare_model(trainer)
 
 
 def make_hook(args: Any, in_training_loop: bool) -> LossHook | None:
     """Of the flags, which say by default that evaluations are aggregated, and ms-swift's split."""
-    for name, value in {"evaluation": "same", "split": chosen["split"]}.items():
+    for name, value in {"evaluation": "same", "split": _of_trainer["split"]}.items():
         vars(args).setdefault(f"loss_aggregation_{name}", value)
-    return hook_from_args(args, in_training_loop, chosen["read_batch"])
+    return hook_from_args(args, in_training_loop, _of_trainer["read_batch"])
 
 
-chosen: dict[str, Any] = {}  # for the trainer of this process
-# A worker of a data loader imports plugins, too.
 if os.environ.get(VARIABLE) and get_worker_info() is None:
     install(make_hook=make_hook)
     BaseMegatronTrainer._log_callback, BaseMegatronTrainer.prepare_model = log, prepare_model
