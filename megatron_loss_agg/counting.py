@@ -121,7 +121,7 @@ class StepCounts(NamedTuple):
     tokens: float  # sum of the masks that count
     accepted_tokens: float  # without those of rejected samples
     all_tokens: float  # with them
-    active_tokens: int  # positions with a nonzero mask
+    active_tokens: float  # positions with a nonzero mask
     model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
     positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int

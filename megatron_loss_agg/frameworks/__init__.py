@@ -11,18 +11,23 @@ Without the variable an adapter changes nothing.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
+from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
 __all__ = ["aggregation_from_environment", "print_first_line"]
 
-NAMES = ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl", "ms_swift")
-"""The adapters, which are modules of this package."""
+PACKAGES = {
+    **{name: name for name in ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl")},
+    "ms_swift": "swift",
+}
+"""The adapters, which are modules of this package, and the packages of their frameworks."""
 
 _printed: set[str] = set()
 
@@ -31,9 +36,13 @@ def settings_of(name: str) -> str:
     """The lines that select the adapter of this framework.
 
     Raises:
-        HostError: the installed framework lacks the adapter's extension point.
-        ImportError: there is no such framework.
+        HostError: there is no such framework, or it lacks the adapter's extension point.
     """
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        raise HostError(
+            f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
+            "Give the Python that trains."
+        )
     adapter = importlib.import_module(f"{__name__}.{name}")
     settings: str = adapter.SETTINGS
     return settings
@@ -50,6 +59,7 @@ def print_first_line(plan: StepPlan, who: str = "") -> None:
         return
     _printed.add(who)
     agg, counts = plan.aggregation, plan.counts
+    counts = counts._replace(active_tokens=counts.tokens)  # a plan of sums knows no positions
     words = terms_in_words({agg.mode: Term(agg)})
     parts = [words, formula(agg, counts.tokens, counts.across), counts_in_words(counts)]
     print(f"loss aggregation{who and f' of the {who}'}: {'; '.join(parts)}", flush=True)

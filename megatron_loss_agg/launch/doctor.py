@@ -106,10 +106,9 @@ def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
     except AggregationError as error:
         return Finding("FAIL", name, _one_line(error))
     except Exception as error:  # whatever the framework's import raises
-        text = (
-            f"{_one_line(error)}. Install {name} in this Python, or put its checkout on PYTHONPATH."
+        return Finding(
+            "FAIL", name, f"{_one_line(error)}. Install {name} whole, or another version."
         )
-        return Finding("FAIL", name, text)
     return Finding("OK", name, f"has the extension point of the adapter. Set\n{settings}")
 
 
