@@ -37,8 +37,6 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
-READS_FLAGS="from megatron_loss_agg.launch.flags import aggregation_from_environment as read
-assert read() is not None"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -52,7 +50,7 @@ unpack() {
     fi
     mkdir -p "$scratch/$name/stock"
     git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/stock"
-    if ! command=$(grep -m 1 "^git -C path/to/$name apply" "docs/frameworks/$name.md"); then
+    if ! command=$(grep -m 1 "^git -C path/to/$name apply" docs/frameworks.md); then
         ln -s stock "$scratch/$name/patched"
         return
     fi
@@ -73,16 +71,13 @@ compare() {
 
 # The section on one framework: its commit, and the table of its run.
 section() {
-    local name=$1 clone=$2 patch commit flags code
+    local name=$1 clone=$2 patch commit code
     patch=$(compgen -G "patches/$name/*.patch") || patch=
     code="${patch:+as it is, and with \`$patch\`}"
     if [[ $name == megatron-bridge ]]; then code="with \`scripts/training/run_recipe.py\`"; fi
     commit=$(basename "${patch:-HEAD}" .patch)
     commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     unpack "$name" "$clone" "$commit"
-    flags=$(sed -n 's/^export \(MEGATRON_LOSS_AGG_FLAGS=\)"\(.*\)"$/\1\2/p' "docs/frameworks/$name.md")
-    # Others have them in the arguments of their adapters, and Megatron-Bridge on its command line.
-    if [[ -n $flags ]]; then env "$flags" "$python" -c "$READS_FLAGS"; fi
     compare "$name"
     printf '\n[%s](%s) at `%s`, %s:\n\n' "$name" "${urls[$name]}" "$commit" "${code:-as it is}"
     cat "$scratch/$name.md"

@@ -118,7 +118,9 @@ def fill(model: Any) -> None:
 
 
 def page(framework: str) -> str:
-    return (ROOT / f"docs/frameworks/{framework}.md").read_text()
+    """The section of the framework, such as ``Megatron-Bridge``, on the page of all."""
+    text = (ROOT / "docs/frameworks.md").read_text()
+    return text.partition(f"\n## {framework}\n")[2].partition("\n## ")[0]
 
 
 def run_in_bash(command: str, **environment: str) -> str:
