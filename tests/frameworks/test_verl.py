@@ -395,7 +395,7 @@ def compared() -> tuple[list[str], tuple[Any, Any]]:
     )
     steps = report.compare("DP 2", 1)
     # Stock verl drops tokens under the per-token flag, and each rank has another half.
-    of_cp = {name: run for name, run in RUNS.items() if name != TWO}
+    of_cp = {name: run for name, run in RUNS.items() if name != TWO and not run.refusal}
     replace(report, own=OWN, runs=of_cp).compare("CP 2", 2)
     return report.failures, steps
 
