@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
-from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.call import Call, replaced
 from megatron_loss_agg.mcore.split import gathered, is_by_token, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import MicrobatchShape, holds_integers
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
@@ -412,26 +412,37 @@ class ModelCalls:
         last, self._last = self._last, ModelCall()
         return last
 
-    def observe(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def observe(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         arguments = [*args, *kwargs.values()]
         packing = next((x for x in arguments if hasattr(x, "qkv_format")), None)
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         integers = [x for x in arguments if holds_integers(x)]
         self._last = ModelCall(integers, packing, bound.get("labels"))
 
 
 @contextlib.contextmanager
 def observed_calls(call: Call) -> Iterator[ModelCalls]:
-    """Observe the calls of the model chunk that computes the loss."""
+    """Observe the calls of the model chunk that computes the loss, and of its schedule's plan."""
     model = call.chunks[-1]
     while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
         model = model.module
     calls = ModelCalls()
-    handle = model.register_forward_pre_hook(calls.observe, with_kwargs=True)
-    try:
+
+    def of_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        calls.observe(module.forward, args, kwargs)
+
+    def of_plan(*args: Any, **kwargs: Any) -> Any:
+        calls.observe(build_plan, args, kwargs)
+        return build_plan(*args, **kwargs)
+
+    # Schedules that overlap the communication of experts call the layers by a plan.
+    build_plan: Any = getattr(model, "build_schedule_plan", None)
+    with contextlib.ExitStack() as stack:
+        handle = model.register_forward_pre_hook(of_forward, with_kwargs=True)
+        stack.callback(handle.remove)
+        if build_plan is not None:
+            stack.enter_context(replaced(model, "build_schedule_plan", of_plan))
         yield calls
-    finally:
-        handle.remove()
 
 
 def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:

@@ -302,7 +302,6 @@ OFF = {
     f"{name}_context_parallel": f"HostError: --{name}-context-parallel needs --calculate-per-token"
     for name in ("hybrid", "dynamic")
 }
-OFF["overlap_moe_expert_parallel_comm"] = "HostError: --overlap-moe ... cannot be checked"
 SETTINGS = {
     "fewer losses than microbatches": Refusal(
         "HostError: the schedule must compute one loss for each of the 2 microbatches, got 1",

@@ -14,9 +14,6 @@ from megatron_loss_agg.mcore.call import Call
 
 _FURTHER_DATA = "it adds ranks with data of their own"
 _REFUSED = {
-    "overlap_moe_expert_parallel_comm": (
-        "its schedule calls the model's layers and not the model, so packs cannot be checked"
-    ),
     "logits_load_ignore_errors": (
         "a microbatch whose teacher fails would count in the denominators and lack a term"
     ),
@@ -24,6 +21,11 @@ _REFUSED = {
     "expert_gtp_weight_remat_size": _FURTHER_DATA,
 }
 """Refused where they are on, or more than 1."""
+_OTHER_SCHEDULES = (
+    "hybrid_context_parallel",
+    "dynamic_context_parallel",
+    "overlap_moe_expert_parallel_comm",
+)
 
 
 def check_settings(settings: Any, of_wrapper: Any) -> None:
@@ -81,6 +83,20 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
         raise OptionError(
             f"all ranks must have the same settings, got {'; '.join(lists)}. Give every rank the same "
             "LossHook, or the same --loss-aggregation flags."
+        )
+
+
+def check_schedule(call: Call, flag: str) -> None:
+    """Raise HostError where ``flag``, of a loss that Megatron adds, was not compared with it.
+
+    Its wrapper follows the model's own forward pass, in microbatches of one context-parallel group.
+    """
+    on = [name for name in _OTHER_SCHEDULES if getattr(call.config, name, False)]
+    if on:
+        names = " and ".join("--" + name.replace("_", "-") for name in on)
+        raise HostError(
+            f"{flag} needs the model's own forward pass, over the same context-parallel ranks for all "
+            f"microbatches, got {names}. Drop one of them."
         )
 
 

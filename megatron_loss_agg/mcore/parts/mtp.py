@@ -30,6 +30,7 @@ from megatron_loss_agg.collectives import broadcast_result
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.masks import brought_to_cpu, shifted
 from megatron_loss_agg.mcore.call import Call, replaced
+from megatron_loss_agg.mcore.checks.settings import check_schedule
 from megatron_loss_agg.mcore.forward_step import merged_reports
 from megatron_loss_agg.mcore.reports import report_pair
 from megatron_loss_agg.mcore.split import layout_of, local_starts
@@ -62,11 +63,7 @@ def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[...,
         call = hook.call
         if call is None or not call.trains:
             return schedule(**arguments)
-        if call.groups.dp_cp is not None:
-            raise HostError(
-                f"{_FLAG} needs the same context-parallel ranks for all microbatches, got samples with "
-                "their own. Drop the flag, or --hybrid-context-parallel or --dynamic-context-parallel."
-            )
+        check_schedule(call, _FLAG)
         name, term = next(iter(hook.terms.items()))
         depths = number_of_depths(call.config)
         _check_multiplier(name, term)

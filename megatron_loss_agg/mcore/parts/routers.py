@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.call import Call, replaced
+from megatron_loss_agg.mcore.checks.settings import check_schedule
 from megatron_loss_agg.plan import plan_of_first_term
 
 if TYPE_CHECKING:
@@ -64,11 +65,7 @@ def aggregate_routers(hook: LossHook, schedule: Callable[..., Any]) -> Callable[
         call = hook.call
         if call is None or not call.trains:
             return schedule(**arguments)
-        if call.groups.dp_cp is not None:
-            raise HostError(
-                f"{_FLAG} needs the same context-parallel ranks for all microbatches, got samples with "
-                "their own. Drop the flag, or --hybrid-context-parallel or --dynamic-context-parallel."
-            )
+        check_schedule(call, _FLAG)
         check_config(call.config, call.scale.data_parallel_size)
         tokens = _planned_tokens(hook, call)
         weights = _weights(call, tokens)
