@@ -170,7 +170,7 @@ class AggregatedLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, Any]]:
-        sample_mask = data["sample_mask"].to(next_token_logprobs.dtype).requires_grad_()
+        sample_mask = data["sample_mask"].to(next_token_logprobs).detach().requires_grad_()
         with torch.no_grad():
             denominator = global_valid_toks
             if self.loss_fn.loss_type == LossType.SEQUENCE_LEVEL:

@@ -55,7 +55,7 @@ from tests.host.steps import VOCAB
 
 STANDINS = (
     "ray vllm sglang transformers wandb requests rich zmq pynvml uvicorn fastapi mlflow swanlab "
-    "prometheus_client hydra tensordict datasets megatron.bridge"
+    "prometheus_client hydra tensordict datasets megatron.bridge decord"
 )
 
 
