@@ -69,6 +69,5 @@ def test_a_schedule_of_plans_is_exact_and_its_packs_are_checked() -> None:
     expected = {m: reference("moe").gradient(weights_of(m, places)) for m in MODES}
     for packs, routers in run_host_ranks(train, 2, expected):
         assert "DataError: a batch of packed sequences must have 'cu_seqlens'" in str(packs)
-        assert "HostError: --loss-aggregation-moe whole needs the model's own forward" in str(
-            routers
-        )
+        assert "HostError: --loss-aggregation-moe whole" in str(routers)
+        assert "needs the model's own forward pass" in str(routers)
