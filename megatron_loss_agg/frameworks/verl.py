@@ -172,7 +172,7 @@ def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
         if loss != 0:
             raise HostError(
                 "verl's loss must be a sum that agg_loss divides by batch_num_tokens, got another. "
-                "Hand config.global_batch_info to agg_loss in a policy loss of your own."
+                "Give config.global_batch_info to agg_loss in a policy loss of your own."
             )
 
 

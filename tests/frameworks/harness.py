@@ -118,9 +118,11 @@ def fill(model: Any) -> None:
 
 
 def page(framework: str) -> str:
-    """The section of the framework, such as ``Megatron-Bridge``, on the page of all."""
-    text = (ROOT / "docs/frameworks.md").read_text()
-    return text.partition(f"\n## {framework}\n")[2].partition("\n## ")[0]
+    """The section of the framework, such as ``megatron-bridge``, on the page of all."""
+    sections = re.split(r"^## (.*)$", (ROOT / "docs/frameworks.md").read_text(), flags=re.M)
+    by_title = dict(zip(sections[1::2], sections[2::2], strict=True))
+    (text,) = (x for title, x in by_title.items() if title.lower() == framework)
+    return text
 
 
 def run_in_bash(command: str, **environment: str) -> str:

@@ -124,7 +124,7 @@ def test_training_and_evaluation_are_exact_where_bridge_computes_another_mean(ca
 
 
 def test_the_command_of_the_page_is_exact(tmp_path: Path) -> None:
-    (command,) = re.findall(r"^```bash\n(PYTHONPATH.*?)^```", page("Megatron-Bridge"), re.M | re.S)
+    (command,) = re.findall(r"^```bash\n(PYTHONPATH.*?)^```", page("megatron-bridge"), re.M | re.S)
     command = f"{command.strip()} --results {tmp_path}"
     run_in_bash(command, PET_STANDALONE="1", OMP_NUM_THREADS="1")
     for rank in range(2):

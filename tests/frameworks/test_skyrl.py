@@ -471,7 +471,7 @@ def compare_losses() -> None:
 
 def test_skyrls_entry_point_starts_it_by_the_settings_of_the_page() -> None:
     (settings,) = run_host_ranks(start, 1)
-    assert f"```bash\n{settings}```" in page("SkyRL")
+    assert f"```bash\n{settings}```" in page("skyrl")
 
 
 def start() -> str:
