@@ -38,7 +38,7 @@ _FENCE = re.compile(r"^( *)```(?:\{ \.)?(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE
 CLAIMS = {
     "README.md": "'prompt_mean loss' in reports[0]",
     "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
-    " and 'squared loss' in reports[0]",
+    " and log_probs.grad.unique().tolist() == [-0.5, -0.25, 0.0] and 'squared loss' in reports[0]",
     "docs/distillation.md": "distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",
     "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
