@@ -105,8 +105,9 @@ class Kept(Extension):
 
         def weighed() -> None:
             losses.grad = None
-            starts = starts_on_rank(plan, x.i, term, x.call, SPLITS[0])
-            own = weights_on_rank(plan, x.i, term, x.call, starts)
+            holders = x.call.groups.holders(plan.shapes[x.i])
+            starts = starts_on_rank(plan, x.i, term, holders, SPLITS[0])
+            own = weights_on_rank(plan, x.i, term, holders, starts)
             weighted_sum(own, losses).backward()
 
         return floor, weighed

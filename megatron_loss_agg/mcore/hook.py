@@ -345,7 +345,9 @@ class LossHook:
         # 4. What the script computes: the losses of each term, and the mask they are under.
         script = script_losses(call, plans, i, self.split, loss_function, output)
         reports = script.report
-        if depends_on_split(call, plans, i, script.is_gathered):
+        first = plan_of_first_term(plans)
+        holders = call.groups.holders(first.shapes[i])
+        if depends_on_split(holders, plans, i, script.is_gathered):
             records.depend_on_split.add(i)
 
         weights: dict[str, Tensor] = {}
@@ -355,8 +357,8 @@ class LossHook:
         for name, term in script.terms.items():
             # 5. The weights of this rank's tokens: mask times coefficient.
             plan = plans[name]
-            starts[name] = starts_on_rank(plan, i, term, call, self.split)
-            weights[name] = weights_on_rank(plan, i, term, call, starts[name])
+            starts[name] = starts_on_rank(plan, i, term, holders, self.split)
+            weights[name] = weights_on_rank(plan, i, term, holders, starts[name])
 
             # 6. The weighted sum, and its report.
             part = weighted_sum_unchecked(weights[name], term.losses)
@@ -365,11 +367,10 @@ class LossHook:
             reports = merged_reports(reports, {f"{name} loss": pair})
             # 7. What is compared after the call.
             sums.append(
-                sums_on_rank(call, plan, i, term, weights[name], starts[name], records.is_first)
+                sums_on_rank(holders, plan, i, term, weights[name], starts[name], records.is_first)
             )
         records.sums[i] = sums
 
-        first = plan_of_first_term(plans)
         total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
         if self.reports_total and len(parts) == len(self.terms):
             reports = merged_reports(reports, {"loss": report_pair(call, first, total)})
@@ -385,8 +386,7 @@ class LossHook:
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
         if (call.trains, function_of(loss_function)) not in self._checked_functions:
-            cp_size = call.groups.holders(first.shapes[i]).size
-            stock_loss = compare_stock_loss(call, cp_size, loss_function, script)
+            stock_loss = compare_stock_loss(call, holders, loss_function, script)
             if stock_loss is not None:
                 records.stock_losses[i] = stock_loss
 
@@ -447,9 +447,10 @@ class LossHook:
     ) -> list[MicrobatchOfTerms]:
         """The microbatches of a step, on a rank that reads data."""
         number, tokens = call.scale.num_microbatches, records.tokens
+        is_open = self._split_is_open(call)
 
         def is_compared(microbatch: MicrobatchOfTerms) -> bool:
-            return records.is_first or (self._split_is_open and is_pack_of_several(microbatch))
+            return records.is_first or (is_open and is_pack_of_several(microbatch))
 
         microbatches: list[MicrobatchOfTerms] = []
         if step is not None:
@@ -548,17 +549,17 @@ class LossHook:
         if isinstance(records.iterator, DrawnBatches):
             records.iterator.check_taken()
 
-    @property
-    def _split_is_open(self) -> bool:
-        """Whether the tokens that were compared fit several splits, as those of rows do."""
-        return self._fitting_splits is not None and len(self._fitting_splits) > 1
-
-    def _may_show_split(self, call: Call, plans: Plans) -> bool:
-        """Whether this call's packs may decide between the splits that earlier tokens fit.
+    def _split_is_open(self, call: Call) -> bool:
+        """Whether the tokens that were compared fit several splits, as those of rows do.
 
         Under dynamic context parallelism ranks have different packs, and the first step decides.
         """
-        if not self._split_is_open or call.groups.dp_cp is not None:
+        is_split = call.groups.dp_cp is None and call.groups.cp_size > 1
+        return is_split and self._fitting_splits is not None and len(self._fitting_splits) > 1
+
+    def _may_show_split(self, call: Call, plans: Plans) -> bool:
+        """Whether this call's packs may decide between the splits that earlier tokens fit."""
+        if not self._split_is_open(call):
             return False
         indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
         return any(has_several_samples(plans, i) for i in indices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.call import Holders
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import check_local_mask, local_starts
 from megatron_loss_agg.plan import StepPlan
@@ -13,11 +13,10 @@ from megatron_loss_agg.weighted_sum import weights_of_tokens
 
 
 def starts_on_rank(
-    plan: StepPlan, i: int, term: TermLosses, call: Call, split: str
+    plan: StepPlan, i: int, term: TermLosses, holders: Holders, split: str
 ) -> Tensor | None:
     """The start of each sample of microbatch ``i`` among the tokens with losses; None: rows."""
     shape = plan.shapes[i]
-    holders = call.groups.holders(shape)
     check_local_mask(term.mask, shape, holders.size, term.is_whole)
     if term.is_whole:
         return shape.starts
@@ -25,7 +24,7 @@ def starts_on_rank(
 
 
 def weights_on_rank(
-    plan: StepPlan, i: int, term: TermLosses, call: Call, starts: Tensor | None
+    plan: StepPlan, i: int, term: TermLosses, holders: Holders, starts: Tensor | None
 ) -> Tensor:
     """``m_t * c_s`` in the shape of the losses, at least fp32.
 
@@ -33,7 +32,7 @@ def weights_on_rank(
     """
     coefficient_S = plan.coefficients(i)
     if term.is_whole:
-        coefficient_S = coefficient_S / call.groups.holders(plan.shapes[i]).size
+        coefficient_S = coefficient_S / holders.size
     mask = term.mask.reshape(-1)
     if starts is None:
         samples = plan.sizes[i]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.call import Call, Holders
 from megatron_loss_agg.mcore.forward_step import ScriptLosses
 from megatron_loss_agg.tensors import described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
@@ -41,7 +41,7 @@ def function_of(loss_function: Any) -> object:
 
 
 def compare_stock_loss(
-    call: Call, cp_size: int, loss_function: Any, losses: ScriptLosses
+    call: Call, holders: Holders, loss_function: Any, losses: ScriptLosses
 ) -> StockLoss | None:
     """Waits for no device. None for what is no stock loss function, or cannot be compared."""
     if losses.returned is None:
@@ -53,7 +53,7 @@ def compare_stock_loss(
             f"{described(returned)}. Change it, or return a TokenLoss."
         )
     is_sum = len(losses.returned) == 3
-    if not is_sum and cp_size > 1:
+    if not is_sum and holders.size > 1:
         return None  # a mean over this rank's part of the tokens
     (term,) = losses.terms.values()
     loss = returned.detach().reshape(())

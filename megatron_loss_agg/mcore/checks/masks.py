@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather, broadcast_result, for_backend, gather_objects
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
-from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.call import Call, Holders
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import SPLITS, is_by_token, layout_of, sums_of_samples
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, MicrobatchShape
@@ -44,7 +44,7 @@ class SumsOnRank(NamedTuple):
 
 
 def sums_on_rank(
-    call: Call,
+    holders: Holders,
     plan: StepPlan,
     i: int,
     term: TermLosses,
@@ -56,7 +56,7 @@ def sums_on_rank(
 
     Those show most wrong splits. Waits for no device.
     """
-    share = 1 / call.groups.holders(plan.shapes[i]).size if term.is_whole else 1.0
+    share = 1 / holders.size if term.is_whole else 1.0
     sums = {}
     if is_first_step:
         mask = term.mask.double().reshape(-1)
@@ -204,9 +204,11 @@ class _RankFindings(NamedTuple):
     findings: dict[int, SplitFinding | None]  # None: nothing can be compared
 
 
-def depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathered: bool) -> bool:
+def depends_on_split(
+    holders: Holders, plans: Mapping[str, StepPlan], i: int, is_gathered: bool
+) -> bool:
     """Whether the weights of microbatch ``i`` are right under one split alone."""
-    if call.groups.holders(plan_of_first_term(plans).shapes[i]).size == 1:
+    if holders.size == 1:
         return False
     has_tokens_with_loss = any(bool(plan.coefficients(i).any()) for plan in plans.values())
     if not has_tokens_with_loss:
