@@ -145,8 +145,12 @@ class Call:
 
     @property
     def draws_samples(self) -> bool:
-        """Whether the schedule draws the whole step as one item of samples (hybrid context parallel)."""
-        return bool(getattr(self.config, "hybrid_context_parallel", False))
+        """Whether the schedule draws the whole step as one item of samples (hybrid context parallel).
+
+        Where Megatron has the dynamic kind, the hybrid one is another name for it.
+        """
+        is_hybrid = getattr(self.config, "hybrid_context_parallel", False)
+        return bool(is_hybrid) and not getattr(self.config, "dynamic_context_parallel", False)
 
     @property
     def trains(self) -> bool:
