@@ -70,6 +70,7 @@ launch "HostError: --hybrid-context-parallel" pretrain_gpt.py --context-parallel
 
 mapfile -t tests < <("$ours" -c 'import noxfile; print(*noxfile.TESTS, sep="\n")')
 tests+=(tests/host/test_{wrappers,host_losses,refused_steps}.py tests/launch/test_install.py)
+tests+=(tests/host/test_{dynamic_cp,packing_schedulers}.py)
 "$python" -m pytest --timeout 600 -q -W ignore --show-capture=no \
     -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
     --junitxml="$out/report.xml" "${tests[@]}" </dev/null || status=1
