@@ -25,8 +25,8 @@ from tests.host.test_dynamic_cp import ALL, MULTIPLE, losses_of
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
 pytestmark = pytest.mark.skipif(
-    not hasattr(data_schedule, "wrap_data_iterator"),
-    reason="this Megatron has no packing schedulers",
+    not hasattr(parallel_state, "get_dynamic_data_context_parallel_groups"),
+    reason="this Megatron has no dynamic context parallelism",
 )
 
 # Without ids of prompts and rollouts, which the wrapper drops.
