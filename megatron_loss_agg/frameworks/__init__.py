@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.launch.flags import aggregation_from_environment
+from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
-__all__ = ["aggregation_from_environment", "print_first_line"]
+__all__ = ["aggregation_from_environment", "print_first_line", "print_none"]
 
 PACKAGES = {
     **{name: name for name in ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl")},
@@ -37,15 +37,28 @@ def settings_of(name: str) -> str:
 
     Raises:
         HostError: there is no such framework, or it lacks the adapter's extension point.
+        OptionError: bad flags in the environment.
     """
     if importlib.util.find_spec(PACKAGES[name]) is None:
         raise HostError(
             f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
             "Give the Python that trains."
         )
+    aggregation_from_environment()  # names bad flags now
     adapter = importlib.import_module(f"{__name__}.{name}")
     settings: str = adapter.SETTINGS
     return settings
+
+
+def print_none(whose: str) -> None:
+    """Print once that an adapter runs without an aggregation, and ``whose`` loss is trained."""
+    if "none" in _printed or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _printed.add("none")
+    print(
+        f"loss aggregation: none, since {VARIABLE} is not set in this process; {whose} loss is trained",
+        flush=True,
+    )
 
 
 def print_first_line(plan: StepPlan, who: str = "") -> None:

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
 
 SETTINGS = """\
 --rollout-data-postprocess-path megatron_loss_agg.frameworks.slime.postprocess
---train-env-vars '{"MEGATRON_LOSS_AGG_FLAGS": "--loss-aggregation prompt_mean"}'
+--train-env-vars '{"MEGATRON_LOSS_AGG_FLAGS":"--loss-aggregation=prompt_mean"}'
 """
 OLDEST = "commit 7405851 (25 May 2026)"
 SEAM = "apply patches/slime/624b824.patch to slime"
@@ -65,6 +65,7 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
     """
     agg = aggregation_from_environment()
     if agg is None:
+        print_none("slime's own")
         return
     if rollout_data is None:
         raise HostError(
@@ -224,7 +225,8 @@ def _check_groups(plan: StepPlan, rollouts: int, per_prompt: int | None, seam: s
         raise HostError(
             f"sample_indices must number {per_prompt} rollouts for each prompt "
             f"(--n-samples-per-prompt) in a step of {rollouts}, got {prompts} prompts. Choose a "
-            f"--global-batch-size of whole prompts, or {seam}."
+            f"--global-batch-size of whole prompts, keep Sample.index as the data source numbers it, or "
+            f"{seam}."
         )
 
 
@@ -238,8 +240,13 @@ def _check_least(args: Namespace, denominators: Tensor, group: dist.ProcessGroup
             "aggregation function (--loss-aggregation-function)."
         )
     corrects = args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics)
-    if least < 1 and (corrects or args.enable_mtp_training):
-        used = "--custom-tis-function-path" if corrects else "--enable-mtp-training"
+    users = {
+        "--custom-tis-function-path": corrects,
+        "--enable-mtp-training": args.enable_mtp_training,
+        "--use-opsm": args.use_opsm,
+    }
+    used = next((flag for flag, is_on in users.items() if is_on), None)
+    if least < 1 and used:
         raise HostError(
             f"denominators must be at least 1 with {used}, which uses the masks in its own way, got "
             f"{least.item():.3g}. Remove {used}, or choose another mode or divisor "
