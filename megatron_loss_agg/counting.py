@@ -187,46 +187,52 @@ def joined_ranks(parts: Sequence[Samples]) -> tuple[Samples, list[RankRows]]:
     A microbatch that several ranks hold is in the table once, as the first of them has it.
 
     Raises:
-        DataError: the ranks that hold a microbatch are no neighbours, or have other masks; on all
-            ranks alike.
+        DataError: the ranks that hold a microbatch are not the planned neighbours, or do not have
+            the same masks, ids and weights; on all ranks alike.
     """
     everything = _concatenated_ranks(parts)
-    numbers = torch.tensor([x.microbatches for x in parts])
-    rank_M = torch.arange(len(parts)).repeat_interleave(numbers)
+    numbers = [x.microbatches for x in parts]
+    of_rank_S, of_rank_M = [len(x.mask_sum) for x in parts], numbers
+    if bool((everything.holders == 1).all()):
+        rows_S = torch.arange(len(everything.mask_sum)).split(of_rank_S)
+        rows_M = torch.arange(everything.microbatches).split(of_rank_M)
+        return everything, [RankRows(*rows) for rows in zip(rows_S, rows_M, strict=True)]
+
+    rank_M = torch.arange(len(parts)).repeat_interleave(torch.tensor(numbers))
     first_M = rank_M - rank_M % everything.holders
     is_first_M = rank_M == first_M
     # Of each microbatch of each rank, the index of the one that it is a part of.
     keys = torch.stack([first_M, everything.name], dim=1)
     _, key_M = torch.unique(keys, dim=0, return_inverse=True)
-    leader_K = key_M.new_full((len(key_M),), -1)
-    leader_K[key_M[is_first_M]] = is_first_M.nonzero().view(-1)
-    leader_M = leader_K[key_M]
+    first_K = key_M.new_full((len(key_M),), -1)
+    first_K[key_M[is_first_M]] = is_first_M.nonzero().view(-1)
+    index_M = first_K[key_M]
     sizes_M = torch.bincount(everything.microbatch, minlength=len(rank_M))
-    _check_holders(everything, rank_M, key_M, leader_M, sizes_M)
+    _check_holders(everything, rank_M, key_M, index_M, sizes_M)
     starts_M = sizes_M.cumsum(0) - sizes_M
-    place_S = torch.arange(len(everything.mask_sum)) - starts_M[everything.microbatch]
-    leader_S = starts_M[leader_M[everything.microbatch]] + place_S
-    _check_masks(everything, leader_S)
+    in_microbatch_S = torch.arange(len(everything.mask_sum)) - starts_M[everything.microbatch]
+    index_S = starts_M[index_M[everything.microbatch]] + in_microbatch_S
+    _check_holders_agree(everything, index_S, index_M)
 
     is_first_S = is_first_M[everything.microbatch]
     row_M, row_S = is_first_M.cumsum(0) - 1, is_first_S.cumsum(0) - 1
     table = _selected(everything, is_first_S, is_first_M, row_M)
     of_ranks = zip(
-        row_S[leader_S].split([len(x.mask_sum) for x in parts]),
-        row_M[leader_M].split(numbers.tolist()),
+        row_S[index_S].split(of_rank_S),
+        row_M[index_M].split(of_rank_M),
         strict=True,
     )
     return table, [RankRows(*rows) for rows in of_ranks]
 
 
 def _check_holders(
-    everything: Samples, rank_M: Tensor, key_M: Tensor, leader_M: Tensor, sizes_M: Tensor
+    everything: Samples, rank_M: Tensor, key_M: Tensor, index_M: Tensor, sizes_M: Tensor
 ) -> None:
     """Raise DataError unless every microbatch is held by as many neighbours as it says."""
     of_ranks = torch.unique(torch.stack([key_M, rank_M], dim=1), dim=0)
     ranks_K, times_K = torch.bincount(of_ranks[:, 0]), torch.bincount(key_M)
     is_wrong_M = (ranks_K != times_K)[key_M] | (ranks_K[key_M] != everything.holders)
-    is_wrong_M |= (leader_M < 0) | (sizes_M != sizes_M[leader_M])
+    is_wrong_M |= (index_M < 0) | (sizes_M != sizes_M[index_M])
     if bool(is_wrong_M.any()):
         m = int((everything.holders * is_wrong_M).argmax())
         ranks = rank_M[key_M == key_M[m]].tolist()
@@ -240,15 +246,21 @@ def _check_holders(
         )
 
 
-def _check_masks(everything: Samples, leader_S: Tensor) -> None:
-    """Raise DataError unless all ranks that hold a sample have the same mask."""
-    is_other_S = everything.mask_sum != everything.mask_sum[leader_S]
-    if bool(is_other_S.any()):
-        s = int(is_other_S.nonzero()[0])
+def _check_holders_agree(everything: Samples, index_S: Tensor, index_M: Tensor) -> None:
+    """Raise DataError unless all ranks that hold a microbatch say the same of its samples."""
+    by_sample = {
+        "mask sums": everything.mask_sum,
+        "sample_weights": everything.weight,
+        "rejected": everything.rejected,
+        **{f"{unit}_ids": x for unit, x in everything.ids.items()},
+    }
+    different = [name for name, x in by_sample.items() if bool((x != x[index_S]).any())]
+    if bool((everything.model_tokens != everything.model_tokens[index_M]).any()):
+        different.append("tokens")
+    if different:
         raise DataError(
-            "all ranks that hold a microbatch must give its whole mask, got mask sums of "
-            f"{everything.mask_sum[leader_S[s]].item():g} and {everything.mask_sum[s].item():g} for "
-            "a sample. Give the mask before context parallelism."
+            "all ranks that hold a microbatch must give the same whole microbatch, got different "
+            f"{', '.join(different)}. Give the batch before context parallelism."
         )
 
 

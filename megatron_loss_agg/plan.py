@@ -66,6 +66,8 @@ class StepPlan:
     """int64, by unit; see `ids`."""
     rows: RankRows
     """Of this rank's samples and microbatches in the table of all ranks."""
+    has_split_packs: bool
+    """Whether several ranks hold a microbatch of several samples; see `Microbatch.local_cp_size`."""
     shapes: Sequence[MicrobatchShape] = ()
     """Of each microbatch's whole mask; empty in a plan from mask sums."""
     model_tokens: Sequence[int] = ()
@@ -89,7 +91,8 @@ class StepPlan:
         """Count the step over all ranks, in two collectives.
 
         Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
-        data-parallel group *without* context parallelism. The plan holds copies of the
+        data-parallel group *without* context parallelism (of microbatches with ``local_cp_size``:
+        with it). The plan holds copies of the
         microbatches, which later edits of the originals do not reach.
 
         Args:
@@ -456,6 +459,7 @@ def _plan_of_term(
     samples, rows_of_ranks = joined_ranks(parts)
     of_rank, rows = parts[rank], rows_of_ranks[rank]
     c_S, across = coefficients(agg, samples)
+    sizes_M = torch.bincount(samples.microbatch, minlength=samples.microbatches)
     return StepPlan(
         aggregation=agg,
         counts=counts_of(agg, samples, across),
@@ -464,6 +468,7 @@ def _plan_of_term(
         mask_sum_S=of_rank.mask_sum,
         ids_S={unit: x[rows.samples] for unit, x in samples.ids.items()},
         rows=rows,
+        has_split_packs=bool(((samples.holders > 1) & (sizes_M > 1)).any()),
         shapes=local.shapes,
         model_tokens=of_rank.model_tokens.tolist(),
         positions=of_rank.positions.tolist(),

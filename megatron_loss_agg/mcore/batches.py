@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
@@ -128,14 +129,17 @@ def with_holders(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> Micro
     if isinstance(microbatch, Mapping):
         of_terms = {name: with_holders(call, x, batch) for name, x in microbatch.items()}
         return cast(MicrobatchOfTerms, of_terms)
-    size = batch.get("local_cp_size") if isinstance(batch, Mapping) else None
+    of_batch = batch if isinstance(batch, Mapping) else {}
+    size, gid = of_batch.get("local_cp_size"), of_batch.get("gid")
+    if microbatch.local_cp_size is not None:  # the reader says it
+        size, gid = microbatch.local_cp_size, microbatch.gid
     if size is None:
         raise DataError(
             "a batch under dynamic context parallelism must have the key 'local_cp_size', as those of "
-            f"Megatron's schedulers have, got {_keys(batch)}. Add it, or drop --hybrid-context-parallel "
-            "or --dynamic-context-parallel."
+            f"Megatron's schedulers have, got {_keys(batch)}. Add it, or let the reader of batches give "
+            "Microbatch(local_cp_size=)."
         )
-    held: dict[str, Any] = {"local_cp_size": int(size), "gid": batch.get("gid")}
+    held: dict[str, Any] = {"local_cp_size": int(size), "gid": None if gid is None else int(gid)}
     if microbatch.sequences is not None:
         held["sequences"] = replace(microbatch.sequences, local_cp_size=int(size))
     return replace(microbatch, **held)
@@ -149,6 +153,9 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
             rank, its gids).
     """
     samples, groups = item
+    ranks_of_all = len(groups[0])
+    # Megatron has groups of these sizes.
+    sizes = {1, ranks_of_all, *(2**i for i in range(1, int(math.log2(ranks_of_all))))}
     batches = []
     for ranks in groups:
         holders: dict[int, list[int]] = {}
@@ -158,7 +165,7 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
         for of_sample in holders.values():
             size, first = len(of_sample), of_sample[0]
             are_neighbours = of_sample == [*range(first, first + size)]
-            if not are_neighbours or first % size or size & (size - 1):
+            if not are_neighbours or first % size or size not in sizes:
                 raise HostError(
                     "a sample must be held by all ranks of a group that Megatron has, got ranks "
                     f"{of_sample} for one, on which its hybrid schedule would hang. Change "
@@ -177,10 +184,10 @@ def _of_sample(key: str, value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or not value.dim():
         return value
-    by_sample = key in BY_SAMPLE or (key.endswith("_ids") and key not in _IDS_OF_TOKENS)
-    if not by_sample:
+    may_be_by_sample = key.endswith("_ids") and key not in _IDS_OF_TOKENS
+    values = value.unique() if key in (*BY_SAMPLE, "dataset_id") or may_be_by_sample else None
+    if values is None or (len(values) != 1 and may_be_by_sample and key not in BY_SAMPLE):
         return value.reshape(1, -1)
-    values = value.unique()
     if len(values) != 1:
         raise DataError(
             f"the batch key {key!r} under hybrid context parallelism must have one value for all tokens "

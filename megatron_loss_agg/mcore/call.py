@@ -20,7 +20,7 @@ class Holders(NamedTuple):
     """The context-parallel ranks that hold the tokens of one microbatch."""
 
     size: int
-    rank: int  # the place of this rank among them
+    rank: int  # the index of this rank among them
     group: dist.ProcessGroup | None  # None: of this microbatch alone
 
 
@@ -53,9 +53,7 @@ class ProcessGroups:
                 tp=parallel_state.get_tensor_model_parallel_group(),
                 pp=parallel_state.get_pipeline_model_parallel_group(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-                dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True)
-                if is_dynamic
-                else None,
+                dp_cp=_dp_cp_group() if is_dynamic else None,
             )
         names = ("dp", "cp", "tp", "pp", *(["dp_cp"] if is_dynamic else []))
         groups = {name: getattr(pg_collection, name, None) for name in names}
@@ -188,6 +186,22 @@ class Call:
             for name in names:
                 stack.enter_context(replaced(self.config, name, None))
             yield
+
+
+def innermost(model: Any) -> Any:
+    """The model itself, without Megatron's wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _dp_cp_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    gloo: dist.ProcessGroup | None = getattr(
+        parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP_GLOO", None
+    )
+    return gloo or parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _is_dynamic(config: Any) -> bool:

@@ -16,8 +16,14 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
-from megatron_loss_agg.mcore.call import Call, replaced
-from megatron_loss_agg.mcore.split import gathered, is_by_token, same_order, sums_by_sequence
+from megatron_loss_agg.mcore.call import Call, innermost, replaced
+from megatron_loss_agg.mcore.split import (
+    check_has_group,
+    gathered,
+    is_by_token,
+    same_order,
+    sums_by_sequence,
+)
 from megatron_loss_agg.microbatch import MicrobatchShape, holds_integers
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
@@ -212,6 +218,7 @@ def _of_token_loss(
     if loss_function.gather is not None:
         shape = token_shape(plans, i)
         holders = call.groups.holders(shape)
+        check_has_group(holders)
         values = loss_function.gather(output)
         output = _for_each_tensor(lambda x: gathered(x, shape, split, holders), values)
     losses, report = losses_and_report(loss_function.compute(output))
@@ -250,6 +257,7 @@ def _of_sample_loss(
             )
         losses, report = losses_and_report(loss_function.compute(output))
     else:
+        check_has_group(holders)
         sequences = plan_of_first_term(plans).sequences[i]
         if sequences is None or any(plans[name].sequences[i] is None for name in names):
             raise DataError(
@@ -423,9 +431,7 @@ class ModelCalls:
 @contextlib.contextmanager
 def observed_calls(call: Call) -> Iterator[ModelCalls]:
     """Observe the calls of the model chunk that computes the loss, and of its schedule's plan."""
-    model = call.chunks[-1]
-    while hasattr(model, "module"):  # a script may call what Megatron's wrappers hold
-        model = model.module
+    model = innermost(call.chunks[-1])  # a script may call what Megatron's wrappers hold
     calls = ModelCalls()
 
     def of_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

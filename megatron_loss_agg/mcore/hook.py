@@ -30,7 +30,7 @@ from megatron_loss_agg.mcore.batches import (
     with_dataset_ids,
     with_holders,
 )
-from megatron_loss_agg.mcore.call import Call, defaults_of, stock
+from megatron_loss_agg.mcore.call import Call, defaults_of, innermost, stock
 from megatron_loss_agg.mcore.checks.loss_function import (
     StockLoss,
     check_stock_losses,
@@ -282,6 +282,11 @@ class LossHook:
         call = Call.of(arguments)
         step = self._open_step if call.trains else None
         if step is not None:
+            if call.draws_samples:
+                raise HostError(
+                    "hook.step must not go with hybrid context parallelism, whose schedule takes the "
+                    "samples of a whole step, got a call inside of it. Leave hook.step out."
+                )
             call = step.take(call)
         verified = self._verified.setdefault(call.chunks[0], set())
         is_first = call.trains not in verified
@@ -408,7 +413,7 @@ class LossHook:
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             output, loss_function = script_forward_step(*args, **kwargs)
             model = args[1] if len(args) > 1 else kwargs.get("model")
-            if len(call.chunks) > 1 and model is not call.chunks[-1]:
+            if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
                 return output, loss_function  # the schedule does not ask for this one's loss
             i = call.first_index + records.forward_steps
             records.forward_steps += 1
@@ -481,7 +486,8 @@ class LossHook:
 
     def _fetch_next(self, call: Call) -> None:
         """Start to draw the next step's batches by a `Prefetch`, if there is one."""
-        if self._read_step is None and call.trains and call.groups.reads_data:
+        draws_ahead = self._read_step is None and not call.draws_samples
+        if draws_ahead and call.trains and call.groups.reads_data:
             prefetch = prefetch_of(call.data_iterator, insert=self._prefetches)
             if prefetch is not None:
                 prefetch.fetch(call.scale.num_microbatches)
@@ -544,7 +550,7 @@ class LossHook:
             i = min(records.depend_on_split)
             check_split_was_verified(i, self._fitting_splits, self.split, self._split_is_declared)
         sums = [x for of_microbatch in records.sums.values() for x in of_microbatch]
-        check_mask_sums(call, sums, records.is_first)
+        check_mask_sums(call, plans, sums, records.is_first)
         self._checked_functions |= check_stock_losses([*records.stock_losses.values()])
         if isinstance(records.iterator, DrawnBatches):
             records.iterator.check_taken()
@@ -552,15 +558,18 @@ class LossHook:
     def _split_is_open(self, call: Call) -> bool:
         """Whether the tokens that were compared fit several splits, as those of rows do.
 
-        Under dynamic context parallelism ranks have different packs, and the first step decides.
+        Under dynamic context parallelism also if none were compared: one rank held each pack.
         """
-        is_split = call.groups.dp_cp is None and call.groups.cp_size > 1
-        return is_split and self._fitting_splits is not None and len(self._fitting_splits) > 1
+        if self._fitting_splits is None:
+            return call.groups.dp_cp is not None
+        return len(self._fitting_splits) > 1
 
     def _may_show_split(self, call: Call, plans: Plans) -> bool:
         """Whether this call's packs may decide between the splits that earlier tokens fit."""
         if not self._split_is_open(call):
             return False
+        if call.groups.dp_cp is not None:  # alike on all ranks, which have different packs
+            return any(plan.has_split_packs for plan in plans.values())
         indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
         return any(has_several_samples(plans, i) for i in indices)
 

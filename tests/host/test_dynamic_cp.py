@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[str, Any, Any]] = {
         as_they_are,
         with_gather,
     ),
-    "DataError: all ranks that hold a microbatch must give its whole mask, got mask sums of": (
+    "DataError: all ranks that hold a microbatch must give the same whole microbatch, got different": (
         "sum",
         local_masks,
         packed_step,

@@ -70,15 +70,16 @@ def sums_on_rank(
     return SumsOnRank(plan, i, sums)
 
 
-def check_mask_sums(call: Call, terms: Sequence[SumsOnRank], is_first_step: bool) -> None:
+def check_mask_sums(
+    call: Call, plans: Mapping[str, StepPlan], terms: Sequence[SumsOnRank], is_first_step: bool
+) -> None:
     """Raise DataError, on all ranks that hold a microbatch alike, unless the sums are planned ones.
 
     Waits for the device once.
     """
-    if not terms:
-        return
-    numbers = torch.cat([x.reshape(-1).double() for term in terms for x in term.sums.values()])
-    remaining = iter(_over_holders(call, terms, numbers, is_first_step).tolist())
+    columns = [x.reshape(-1).double() for term in terms for x in term.sums.values()]
+    numbers = torch.cat(columns) if columns else torch.zeros(0, dtype=torch.float64)
+    remaining = iter(_over_holders(call, plans, terms, numbers, is_first_step).tolist())
     for plan, i, sums in terms:
         for name in sums:
             for planned, size in _planned_sums(plan, i, name):
@@ -100,7 +101,11 @@ def _allowed(name: str, planned: float, size: float) -> float:
 
 
 def _over_holders(
-    call: Call, terms: Sequence[SumsOnRank], numbers: Tensor, is_first_step: bool
+    call: Call,
+    plans: Mapping[str, StepPlan],
+    terms: Sequence[SumsOnRank],
+    numbers: Tensor,
+    is_first_step: bool,
 ) -> Tensor:
     """``numbers``, those of ``terms`` in order, added up over the ranks that hold the microbatch."""
     group = call.groups.comparing
@@ -114,22 +119,24 @@ def _over_holders(
         totals = for_backend(numbers, group)
         dist.all_reduce(totals, group=group)
         return totals
-    index, size = _rows_of_sums(terms)
+    index, size = _rows_of_sums(plans, terms)
     index = index.to(numbers.device)
     totals = for_backend(numbers.new_zeros(size).index_add_(0, index, numbers), group)
     dist.all_reduce(totals, group=group)
     return totals.to(numbers.device)[index]
 
 
-def _rows_of_sums(terms: Sequence[SumsOnRank]) -> tuple[Tensor, int]:
-    """Where each sum lies in a table of all ranks' microbatches and samples; and its length."""
-    first_row: dict[tuple[int, str], int] = {}  # of each sum of each term, alike on all ranks
-    size, rows = 0, []
+def _rows_of_sums(plans: Mapping[str, StepPlan], terms: Sequence[SumsOnRank]) -> tuple[Tensor, int]:
+    """The row of each sum in a table of all ranks' microbatches and samples; and its length."""
+    first_row: dict[tuple[int, str], int] = {}  # alike on all ranks, whatever terms they have
+    size = 0
+    for plan in plans.values():
+        for name in (_BY_SAMPLE, "mask sum", "sum of weights"):
+            first_row[id(plan), name] = size
+            size += plan.counts.all_samples if name == _BY_SAMPLE else plan.counts.microbatches
+    rows = [torch.zeros(0, dtype=torch.int64)]
     for plan, i, sums in terms:
         for name in sums:
-            if (id(plan), name) not in first_row:
-                first_row[id(plan), name] = size
-                size += plan.counts.all_samples if name == _BY_SAMPLE else plan.counts.microbatches
             of_sums = plan.sample_rows(i) if name == _BY_SAMPLE else plan.rows.microbatches[[i]]
             rows.append(first_row[id(plan), name] + of_sums)
     return torch.cat(rows), size
@@ -200,8 +207,10 @@ class SplitFinding(NamedTuple):
 class _RankFindings(NamedTuple):
     """Samples and split findings of one context-parallel rank, by row of the microbatch."""
 
-    samples: dict[int, Any]  # the shape of its mask, and its samples' places and coefficients
+    samples: dict[int, Any]  # the shape of its mask, and its samples' offsets and coefficients
     findings: dict[int, SplitFinding | None]  # None: nothing can be compared
+    depends: Collection[int]  # rows whose weights are right under one split alone
+    is_split: Collection[int]  # rows that several ranks hold
 
 
 def depends_on_split(
@@ -246,23 +255,30 @@ def check_tokens(
     def compare() -> tuple[set[str] | None]:
 
         def findings() -> _RankFindings:
+            holders = {rows[i]: call.groups.holders(x.shape) for i, x in tokens.items()}
             return _RankFindings(
                 {rows[i]: _samples(plans, i, x.shape) for i, x in tokens.items()},
                 {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items() if i in tokens},
+                {rows[i] for i in depend_on_split},
+                {row for row, x in holders.items() if x.size > 1},
             )
 
         of_ranks = gather_objects(findings, call.groups.comparing, "comparing tokens")
+        numbers = {row: i for i, row in enumerate(rows)}  # of this rank's microbatches
         splits = {}
-        for i in inputs:
-            holders = [rank for rank in of_ranks if rows[i] in rank.samples]
-            if any(rank.samples[rows[i]] != holders[0].samples[rows[i]] for rank in holders):
+        for row in sorted({row for rank in of_ranks for row in rank.findings}):
+            holders = [rank for rank in of_ranks if row in rank.samples]
+            if any(rank.samples[row] != holders[0].samples[row] for rank in holders):
                 raise _other_batches()
-            of_holders = [rank.findings.get(rows[i]) for rank in holders]
-            splits[i] = _common_splits(i, [x for x in of_holders if x is not None])
-        compared = [x for x in splits.values() if x is not None]
+            of_holders = [rank.findings.get(row) for rank in holders]
+            i = numbers.get(row, row)
+            splits[row] = _common_splits(i, [x for x in of_holders if x is not None])
+        shows_split = {row for rank in of_ranks for row in rank.is_split}
+        compared = [x for row, x in splits.items() if x is not None and row in shows_split]
         fitting = set.intersection(*compared) if compared else None
-        for i in depend_on_split:
-            of_microbatch = fitting if splits[i] is None else splits[i]
+        for row in sorted({row for rank in of_ranks for row in rank.depends}):
+            of_microbatch = fitting if splits.get(row) is None else splits[row]
+            i = numbers.get(row, row)
             check_split_was_verified(i, of_microbatch, split, is_declared)
         return (fitting,)
 
