@@ -37,7 +37,7 @@ from verl.workers.engine import EngineRegistry
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
 
 SETTINGS = """\
 +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=megatron_loss_agg.frameworks.verl
@@ -164,7 +164,9 @@ def weighed(
 
 def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
     """Raise HostError if not all of the loss is divided by the tokens, and summed up by rows."""
-    ones = torch.ones_like(data[COEFFICIENTS])
+    ones, advantages = torch.ones_like(data[COEFFICIENTS]), data.get("advantages")
+    if advantages is not None:  # those of a first step may all be 0
+        data["advantages"] = torch.ones_like(advantages)
     for tokens, weights in (math.inf, ones), (1, 0 * ones):
         tu.assign_non_tensor(data, batch_num_tokens=tokens)
         with SumsByRow(weights):
@@ -174,6 +176,8 @@ def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
                 "verl's loss must be a sum that agg_loss divides by batch_num_tokens, got another. "
                 "Give config.global_batch_info to agg_loss in a policy loss of your own."
             )
+    if advantages is not None:
+        data["advantages"] = advantages
 
 
 def weigh_rows(x: Any, c: Tensor) -> Any:
@@ -213,6 +217,8 @@ class Aggregating:
             plan = step_plan(agg, data, self.get_data_parallel_group())
             print_first_line(plan, self.role)
             data[COEFFICIENTS] = plan.coefficients(0).float()
+        else:
+            print_none("verl's")
         output = super().train_batch(data, loss_function)  # type: ignore[misc]
         self.checks_loss = False
         return output

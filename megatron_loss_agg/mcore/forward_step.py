@@ -486,12 +486,14 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
 def _check_places(packing: Any, shape: MicrobatchShape) -> None:
     """Raise DataError for a batch that has only the real offsets of a padded pack."""
     assert shape.starts is not None
-    padded, real = packing.cu_seqlens_q_padded, packing.cu_seqlens_q
-    sequences = (real if padded is None else padded)[:-1].cpu()
-    samples = shape.starts[:-1]
     ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
+    names = ("cu_seqlens_q_padded", "cu_seqlens_q")
+    offsets = next((x for name in names if (x := getattr(packing, name, None)) is not None), None)
+    if not ends_early or offsets is None:
+        return
+    sequences, samples = offsets[:-1].cpu(), shape.starts[:-1]
     are_as_many = len(sequences) in (len(samples), len(samples) + 1)  # one may be padding
-    if not ends_early or not are_as_many:
+    if not are_as_many:
         return
     sequences = sequences[: len(samples)]
     if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
