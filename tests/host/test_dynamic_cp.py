@@ -7,7 +7,7 @@ schedule with packs as Megatron's packing schedulers make them, each with a numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -231,12 +231,17 @@ def padded_to_multiple(chosen: list[Sequence]) -> dict[str, Any]:
     return {**of_rows, **batch}
 
 
-def packed_step(iterator: Iterator[Any], model: Any, loss: Any = gpt.stock_loss_func) -> Any:
+def packed_step(
+    iterator: Iterator[Any],
+    model: Any,
+    loss: Any = gpt.stock_loss_func,
+    split: Callable[[Tensor, int, int], CPLayout] = CPLayout.thd,
+) -> Any:
     batch = gpt.received(iterator)
     size = int(batch["local_cp_size"])
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % size
     starts = batch["cu_seqlens_padded"]
-    layout = CPLayout.thd(starts, size, rank)
+    layout = split(starts, size, rank)
     local = {name: layout.shard(batch[name]) for name in ("tokens", "labels", "loss_mask")}
     group = None
     if size > 1:
@@ -280,6 +285,13 @@ def with_gather(iterator: Any, model: Any) -> Any:
     return losses, TokenLoss(lambda x: x, torch.ones_like(losses), gather=lambda x: x)
 
 
+def in_equal_parts(starts: Tensor, size: int, rank: int) -> CPLayout:
+    return CPLayout.contiguous(int(starts[-1]), size, rank)
+
+
+contiguous_step = partial(packed_step, split=in_equal_parts)
+
+
 def local_masks(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Ranks that hold a pack have other masks."""
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -320,6 +332,11 @@ REFUSED: dict[str, tuple[str, Any, Any]] = {
         local_masks,
         packed_step,
     ),
+    "DataError: must be split over context-parallel ranks as declared, zigzag, got": (
+        "sum",
+        as_they_are,
+        contiguous_step,
+    ),
     "DataError: a batch under dynamic context parallelism must have the key 'local_cp_size', as": (
         "sum",
         without_number,
@@ -341,6 +358,45 @@ def refused() -> list[str | None]:
         hook, iterator = LossHook(aggregation(mode)), change(dynamic_packs(PACKS))
         said.append(error_of(gpt.run_step, hook, model, iterator, **options))
     return said
+
+
+# Packs of one rank each, which tell no split.
+ALONE = tuple({(rank, 1): (k,) for rank in range(4)} for k in range(3))
+
+
+def misread_later() -> str | None:
+    """The first step shows no split, and the second one another than is declared."""
+    model = build({}, "dynamic_context_parallel")
+    hook = LossHook(aggregation("sum"))
+    options = {**PACKED, "forward_step_func": contiguous_step}
+    gpt.run_step(hook, model, dynamic_packs(ALONE), **options)
+    return error_of(gpt.run_step, hook, model, dynamic_packs(PACKS), **options)
+
+
+def test_a_split_is_compared_in_the_first_step_that_shows_it() -> None:
+    for error in run_host_ranks(misread_later, 4):
+        assert "must be split over context-parallel ranks as declared, zigzag" in str(error)
+
+
+def evaluate_terms() -> str | None:
+    """Half of the ranks that hold a pack evaluate one term of two."""
+    model = build({}, "dynamic_context_parallel")
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+    def step(iterator: Iterator[Any], model: Any) -> Any:
+        losses, loss_func = packed_step(iterator, model)
+        names = ("a", "b") if rank < 2 else ("a",)
+        return losses, TokenLoss(lambda x: dict.fromkeys(names, x), loss_func.args[0])
+
+    hook = LossHook({"a": aggregation("sum"), "b": aggregation("sum")}, evaluates=True)
+    options = {**PACKED, "forward_step_func": step, "forward_only": True}
+    return error_of(gpt.run_step, hook, model, dynamic_packs(PACKS), **options)
+
+
+def test_ranks_that_evaluate_other_terms_of_a_pack_all_end() -> None:
+    *with_both, third, fourth = map(str, run_host_ranks(evaluate_terms, 4))
+    assert all("mask sum of a sample must be" in error for error in with_both)
+    assert "PeerError" in third and "PeerError" in fourth
 
 
 def test_what_is_not_exact_is_refused_on_every_rank() -> None:
