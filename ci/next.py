@@ -17,7 +17,7 @@ Written by `bash ci/next.sh CHECKOUT`, on [Megatron-LM](https://github.com/NVIDI
 `{commit}`, dated {date}: Megatron-Core {version}.
 The tests are those of the older releases above, and those of fully sharded wrappers, of the losses
 that the host scales (routers, multi-token prediction, the indexer of sparse attention) and of the
-settings that are refused (hybrid and dynamic context parallelism, generalized tensor parallelism).
+settings that are refused (generalized tensor parallelism), and of dynamic context parallelism.
 """
 
 
