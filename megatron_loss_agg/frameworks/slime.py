@@ -243,7 +243,7 @@ def _check_least(args: Namespace, denominators: Tensor, group: dist.ProcessGroup
     users = {
         "--custom-tis-function-path": corrects,
         "--enable-mtp-training": args.enable_mtp_training,
-        "--use-opsm": args.use_opsm,
+        "--use-opsm": getattr(args, "use_opsm", False),  # newer than the hook
     }
     used = next((flag for flag, is_on in users.items() if is_on), None)
     if least < 1 and used:

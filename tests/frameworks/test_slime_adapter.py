@@ -161,6 +161,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "variable": flags("sum"),
         "enable_mtp_training": True,
     },
+    "HostError: denominators .*--use-opsm.*got 0.167": {"variable": flags("sum"), "use_opsm": True},
     "OptionError: coefficients must be >= 0": {
         "variable": f"--loss-aggregation custom --loss-aggregation-function {__name__}:negative"
     },
@@ -264,5 +265,5 @@ def test_pages_have_the_settings_which_name_what_there_is() -> None:
     words = dict(zip(*[iter(shlex.split(of_slime))] * 2, strict=True))
     assert words["--rollout-data-postprocess-path"].endswith(".frameworks.slime.postprocess")
     variables = json.loads(words["--train-env-vars"])
-    assert variables == {VARIABLE: "--loss-aggregation prompt_mean"}
+    assert variables == {VARIABLE: "--loss-aggregation=prompt_mean"}
     assert of_miles.splitlines()[-1].endswith(" megatron_loss_agg.frameworks.miles.convert")
