@@ -191,14 +191,14 @@ def joined_ranks(parts: Sequence[Samples]) -> tuple[Samples, list[RankRows]]:
             the same masks, ids and weights; on all ranks alike.
     """
     everything = _concatenated_ranks(parts)
-    numbers = [x.microbatches for x in parts]
-    of_rank_S, of_rank_M = [len(x.mask_sum) for x in parts], numbers
+    of_rank_S = [len(x.mask_sum) for x in parts]
+    of_rank_M = [x.microbatches for x in parts]
     if bool((everything.holders == 1).all()):
         rows_S = torch.arange(len(everything.mask_sum)).split(of_rank_S)
         rows_M = torch.arange(everything.microbatches).split(of_rank_M)
         return everything, [RankRows(*rows) for rows in zip(rows_S, rows_M, strict=True)]
 
-    rank_M = torch.arange(len(parts)).repeat_interleave(torch.tensor(numbers))
+    rank_M = torch.arange(len(parts)).repeat_interleave(torch.tensor(of_rank_M))
     first_M = rank_M - rank_M % everything.holders
     is_first_M = rank_M == first_M
     # Of each microbatch of each rank, the index of the one that it is a part of.

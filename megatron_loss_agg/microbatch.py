@@ -71,7 +71,7 @@ class Microbatch:
             context-parallel ranks over which the step is planned, from a multiple of that number
             on. All of them give the whole microbatch, whose samples count once. None: this rank
             alone.
-        gid: the number that names the microbatch on all ranks that hold it; None: its place among
+        gid: the number that names the microbatch on all ranks that hold it; None: its index among
             the rank's microbatches, if it is the same on all of them.
 
     Raises:

@@ -52,9 +52,8 @@ def settings_of(name: str) -> str:
 
 def print_none(whose: str) -> None:
     """Print once that an adapter runs without an aggregation, and ``whose`` loss is trained."""
-    if "none" in _printed or (dist.is_initialized() and dist.get_rank() > 0):
+    if not _must_print("none"):
         return
-    _printed.add("none")
     print(
         f"loss aggregation: none, since {VARIABLE} is not set in this process; {whose} loss is trained",
         flush=True,
@@ -68,11 +67,18 @@ def print_first_line(plan: StepPlan, who: str = "") -> None:
         plan: of the first optimizer step.
         who: the model that is trained, such as ``critic``, where a process trains several.
     """
-    if who in _printed or (dist.is_initialized() and dist.get_rank() > 0):
+    if not _must_print(who):
         return
-    _printed.add(who)
     agg, counts = plan.aggregation, plan.counts
     counts = counts._replace(active_tokens=counts.tokens)  # a plan of sums knows no positions
     words = terms_in_words({agg.mode: Term(agg)})
     parts = [words, formula(agg, counts.tokens, counts.across), counts_in_words(counts)]
     print(f"loss aggregation{who and f' of the {who}'}: {'; '.join(parts)}", flush=True)
+
+
+def _must_print(line: str) -> bool:
+    """Whether this is rank 0, and its process has not printed ``line`` yet."""
+    if line in _printed or (dist.is_initialized() and dist.get_rank() > 0):
+        return False
+    _printed.add(line)
+    return True
