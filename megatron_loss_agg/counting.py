@@ -121,7 +121,7 @@ class StepCounts(NamedTuple):
     tokens: float  # sum of the masks that count
     accepted_tokens: float  # without those of rejected samples
     all_tokens: float  # with them
-    active_tokens: float  # positions with a nonzero mask
+    active_tokens: int | None  # positions with a nonzero mask; None in a plan from mask sums
     model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
     positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
@@ -242,7 +242,7 @@ def _check_holders(
             f"a microbatch with local_cp_size={number} must be given by the data- and "
             f"context-parallel ranks {first} to {first + number - 1}, once each and with the same "
             f"samples, got it on ranks {ranks}. Let one of Megatron's groups hold it, and give its gid "
-            "where its place differs by rank."
+            "where its index differs by rank."
         )
 
 

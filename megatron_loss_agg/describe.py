@@ -54,7 +54,7 @@ def counts_in_words(counts: StepCounts, kind: str = "") -> str:
         if number is not None:
             words.append(f"{number} {name}")
     tokens = f"{counts.tokens:.10g} tokens"
-    if counts.active_tokens != counts.tokens:
+    if counts.active_tokens not in (None, counts.tokens):
         tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
     return ", ".join([*words, tokens])
 

@@ -111,8 +111,7 @@ class Microbatch:
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < least):
                 raise DataError(
-                    f"{name} must be an int >= {least}, got {number!r}. Give a number, such as "
-                    "x.numel()."
+                    f"{name} must be an int >= {least}, got {number!r}. Give a Python int."
                 )
 
     @classmethod

@@ -92,8 +92,8 @@ class StepPlan:
 
         Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
         data-parallel group *without* context parallelism (of microbatches with ``local_cp_size``:
-        with it). The plan holds copies of the
-        microbatches, which later edits of the originals do not reach.
+        with it). The plan holds copies of the microbatches, which later edits of the originals do
+        not reach.
 
         Args:
             agg: the same on every rank.
@@ -186,7 +186,13 @@ class StepPlan:
 
         plan = plan_step({"": agg}, rows, group)[""]
         return replace(
-            plan, shapes=(), model_tokens=(), positions=(), sequences=(), microbatches=()
+            plan,
+            counts=plan.counts._replace(active_tokens=None),
+            shapes=(),
+            model_tokens=(),
+            positions=(),
+            sequences=(),
+            microbatches=(),
         )
 
     @staticmethod

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,7 +23,7 @@ from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
-__all__ = ["aggregation_from_environment", "print_first_line", "print_none"]
+__all__ = ["aggregation_from_environment", "check_names", "print_first_line", "print_none"]
 
 PACKAGES = {
     **{name: name for name in ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl")},
@@ -50,6 +52,23 @@ def settings_of(name: str) -> str:
     return settings
 
 
+def check_names(framework: str, versions: str, names: Iterable[tuple[Any, str]]) -> None:
+    """Raise HostError unless the framework has what its adapter overrides or replaces.
+
+    Were a method renamed, the one that overrides it would never be called.
+
+    Args:
+        versions: those that have all names, in words.
+        names: pairs of a class or module and the name of its attribute.
+    """
+    for holder, name in names:
+        if not hasattr(holder, name):
+            raise HostError(
+                f"{framework}'s {holder.__name__} must have {name}, as {versions}, got none. Install "
+                f"such a version of {framework}."
+            )
+
+
 def print_none(whose: str) -> None:
     """Print once that an adapter runs without an aggregation, and ``whose`` loss is trained."""
     if not _must_print("none"):
@@ -70,7 +89,6 @@ def print_first_line(plan: StepPlan, who: str = "") -> None:
     if not _must_print(who):
         return
     agg, counts = plan.aggregation, plan.counts
-    counts = counts._replace(active_tokens=counts.tokens)  # a plan of sums knows no positions
     words = terms_in_words({agg.mode: Term(agg)})
     parts = [words, formula(agg, counts.tokens, counts.across), counts_in_words(counts)]
     print(f"loss aggregation{who and f' of the {who}'}: {'; '.join(parts)}", flush=True)

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+from megatron_loss_agg.frameworks import (
+    aggregation_from_environment,
+    check_names,
+    print_first_line,
+    print_none,
+)
 
 try:
     from areal import PPOTrainer as ArealPPOTrainer
@@ -45,17 +50,15 @@ except ImportError as error:
         "version of AReaL."
     ) from error
 
-# Were one of them renamed, the overriding methods below would never be called.
-for _trainer, _method in (
-    (ArealPPOTrainer, "_create_train_engine"),
-    (ArealPPOTrainer, "_create_critic"),
-    (ArealSFTTrainer, "_create_actor"),
-):
-    if not hasattr(_trainer, _method):
-        raise HostError(
-            f"AReaL's {_trainer.__name__} must have the method {_method}, as 1.0.4 and later have, "
-            "got none. Install such a version of AReaL."
-        )
+check_names(
+    "AReaL",
+    "1.0.4 and later have",
+    [
+        (ArealPPOTrainer, "_create_train_engine"),
+        (ArealPPOTrainer, "_create_critic"),
+        (ArealSFTTrainer, "_create_actor"),
+    ],
+)
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
@@ -143,7 +146,7 @@ class AggregatedLMEngine(_Aggregated, MegatronLMEngine):
 
 
 def _aggregation(config: Any, has_prompts: bool) -> LossAggregation:
-    """What the variable asks for, which an engine with this configuration can do."""
+    """The aggregation in the environment, which an engine with this configuration can do."""
     agg = aggregation_from_environment()
     if agg is None:
         raise HostError(
@@ -184,7 +187,10 @@ class PPOTrainer(ArealPPOTrainer):
     """AReaL's, whose actor and critic are aggregated. Without the variable it is AReaL's."""
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        if actor_config is not self.config.actor or aggregation_from_environment() is None:
+        if actor_config is not self.config.actor:
+            return super()._create_train_engine(actor_config, alloc)
+        if aggregation_from_environment() is None:
+            print_none("AReaL's")
             return super()._create_train_engine(actor_config, alloc)
         return _created(AggregatedPPOActor, actor_config, alloc, self.scheduler)
 
@@ -199,6 +205,7 @@ class SFTTrainer(ArealSFTTrainer):
 
     def _create_actor(self, actor_config: Any) -> Any:
         if aggregation_from_environment() is None:
+            print_none("AReaL's")
             return super()._create_actor(actor_config)
         return _created(AggregatedLMEngine, actor_config, self.actor_alloc, self.scheduler)
 

@@ -19,7 +19,7 @@ import torch
 
 from megatron_loss_agg import StepPlan
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
 from megatron_loss_agg.frameworks.slime import (
     check_has,
     check_settings,
@@ -45,15 +45,8 @@ check_has("miles.utils.dp_schedule", OLDEST)
 
 def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = None) -> None:
     """Replace the denominators in ``rollout_data``, as the adapter of slime does."""
-    agg = aggregation_from_environment()
-    if agg is None:
-        return
-    if rollout_data is None:
-        raise HostError(
-            "miles must hand its data to --rollout-data-postprocess-path, got its arguments alone. "
-            f"Let it hand them over (patches/miles/31f1ca9.patch), or {CONVERT}."
-        )
-    replace_denominators(agg, args, rollout_data, "miles", CONVERT)
+    needs = f"Let it hand them over (patches/miles/31f1ca9.patch), or {CONVERT}."
+    replace_denominators(args, rollout_data, "miles", needs, CONVERT)
 
 
 def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
@@ -64,7 +57,9 @@ def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
         OptionError: the aggregation needs what is not known before samples are split.
     """
     agg = aggregation_from_environment()
-    if agg is not None:
+    if agg is None:
+        print_none("miles's own")
+    else:
         check_settings(agg, args)
         _check_split(args)
         if "microbatch" in agg.units:

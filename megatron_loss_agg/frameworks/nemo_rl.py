@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
 
 try:
     from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
@@ -55,6 +55,7 @@ def aggregate_losses(policy: Any) -> Any:
     """
     agg = aggregation_from_environment()
     if agg is None:
+        print_none("NeMo-RL's")
         return policy
     if not agg.units <= {"all", "sample", "prompt"}:
         raise OptionError(

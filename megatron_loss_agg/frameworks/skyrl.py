@@ -28,7 +28,12 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line
+from megatron_loss_agg.frameworks import (
+    aggregation_from_environment,
+    check_names,
+    print_first_line,
+    print_none,
+)
 from megatron_loss_agg.launch.flags import VARIABLE
 
 try:
@@ -40,17 +45,15 @@ try:
 except ImportError as error:
     raise HostError(f"SkyRL 0.2.0 or later must be installed, got: {error}. Install it.") from error
 
-# Were one of them renamed, the overriding methods below would never be called.
-for _method in (
-    "postprocess_generator_output",
-    "convert_to_training_input",
-    "_normalize_advantages",
-):
-    if not hasattr(RayPPOTrainer, _method):
-        raise HostError(
-            f"SkyRL's RayPPOTrainer must have the method {_method}, as 0.2.0 and later have, got "
-            "none. Install such a version of SkyRL."
-        )
+check_names(
+    "SkyRL",
+    "0.2.0 and later have",
+    [
+        (RayPPOTrainer, "postprocess_generator_output"),
+        (RayPPOTrainer, "convert_to_training_input"),
+        (RayPPOTrainer, "_normalize_advantages"),
+    ],
+)
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
@@ -97,9 +100,11 @@ class ExactLoss:
             OptionError: the aggregation needs what SkyRL's samples do not have.
         """
         agg = aggregation_from_environment()
-        if agg is not None:
-            check_aggregation(agg, cfg)
-            check_settings(cfg, cls.proportional_losses)
+        if agg is None:
+            print_none("SkyRL's")
+            return None
+        check_aggregation(agg, cfg)
+        check_settings(cfg, cls.proportional_losses)
         return agg
 
     def postprocess_generator_output(

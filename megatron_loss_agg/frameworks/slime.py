@@ -63,27 +63,28 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
         HostError: slime is too old, or reduces a loss in another way by one of its settings.
         OptionError: the aggregation needs what slime's samples do not have.
     """
-    agg = aggregation_from_environment()
-    if agg is None:
-        print_none("slime's own")
-        return
-    if rollout_data is None:
-        raise HostError(
-            "slime must hand its data to --rollout-data-postprocess-path, got its arguments alone. "
-            f"Use slime of {OLDEST} or later."
-        )
-    replace_denominators(agg, args, rollout_data, "slime", SEAM)
+    replace_denominators(args, rollout_data, "slime", f"Use slime of {OLDEST} or later.", SEAM)
 
 
 def replace_denominators(
-    agg: LossAggregation, args: Namespace, data: dict[str, Any], framework: str, seam: str
+    args: Namespace, data: dict[str, Any] | None, framework: str, needs: str, seam: str
 ) -> None:
-    """Set ``rollout_mask_sums`` of this rank's samples.
+    """Set ``rollout_mask_sums`` of this rank's samples; do nothing without an aggregation.
 
     Args:
         framework: the package that trains: slime or miles.
+        needs: the sentence that says which of its versions hands over ``data``, for errors.
         seam: the action by which it ships prompts and removed samples, for errors.
     """
+    agg = aggregation_from_environment()
+    if agg is None:
+        print_none(f"{framework}'s own")
+        return
+    if data is None:
+        raise HostError(
+            f"{framework} must hand its data to --rollout-data-postprocess-path, got its arguments "
+            f"alone. {needs}"
+        )
     check_settings(agg, args)
     _check_critic(args, framework, seam)
     if missing := [name for name in SHIPPED if name not in data]:

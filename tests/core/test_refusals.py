@@ -278,7 +278,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^routed_tokens must be an int >= 0, got -1. Give a number",
+        "^routed_tokens must be an int >= 0, got -1. Give a Python int",
         rows(routed_tokens=-1),
     ),
     # One of 2**25 tokens weighs 3e-8, which fp16 rounds to 0.

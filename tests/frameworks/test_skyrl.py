@@ -503,7 +503,7 @@ def start() -> str:
 
 def test_an_older_skyrl_is_refused_at_import() -> None:
     (error,) = run_host_ranks(import_without_extension_point, 1)
-    assert error.startswith("HostError: SkyRL's RayPPOTrainer must have the method _normalize_adv")
+    assert error.startswith("HostError: SkyRL's RayPPOTrainer must have _normalize_advantages")
 
 
 def import_without_extension_point() -> str:

@@ -13,6 +13,7 @@ from that of the other adapters, ``import skyrl`` would find an adapter in place
 from __future__ import annotations
 
 from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.frameworks import check_names
 
 try:
     from swift.megatron.trainers import BaseMegatronTrainer, base
@@ -21,16 +22,15 @@ except ImportError as error:
         f"ms-swift 4.6.0 and mcore-bridge must be installed, got: {error}. Install them."
     ) from error
 
-for _holder, _name in (
-    (BaseMegatronTrainer, "prepare_model"),
-    (BaseMegatronTrainer, "_log_callback"),
-    (base, "reduce_max_stat_across_model_parallel_group"),
-):
-    if not hasattr(_holder, _name):
-        raise HostError(
-            f"ms-swift's {_holder.__name__} must have {_name}, as 4.6.0 has, got none. Install such "
-            "a version of ms-swift."
-        )
+check_names(
+    "ms-swift",
+    "4.6.0 has",
+    [
+        (BaseMegatronTrainer, "prepare_model"),
+        (BaseMegatronTrainer, "_log_callback"),
+        (base, "reduce_max_stat_across_model_parallel_group"),
+    ],
+)
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
