@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with one NVIDIA GPU or more: what a CPU cannot show, in at most 8 minutes and without
-# a network. Writes build/gpu.json and docs/gpu.md; each part's output is in build/gpu/. Exits 1 if
+# a network. Writes build/gpu.json and benchmarks/gpu.md; each part's output is in build/gpu/. Exits 1 if
 # something failed or missed its goal, 2 if there is no GPU or no torch.
 #
 #   bash benchmarks/gpu.sh                  python3 has torch, megatron-core and pytest

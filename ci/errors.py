@@ -1,6 +1,6 @@
-"""Print docs/errors.md: every named error of the package, with its messages, from the source.
+"""Print ci/errors.md: every named error of the package, with its messages, from the source.
 
-Run ``python ci/errors.py >docs/errors.md`` after a change of them.
+Run ``python ci/errors.py >ci/errors.md`` after a change of them.
 """
 
 from __future__ import annotations

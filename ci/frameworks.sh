@@ -4,7 +4,7 @@
 #
 # Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our adapters, and
 # Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
-# docs/verified.md. With some of the paths, their tables are only printed.
+# ci/verified.md. With some of the paths, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name, or else the
 # newest is taken. It is only read: the commit is unpacked into a scratch folder, and a second copy

@@ -1,4 +1,4 @@
-"""Print ci/next.md, the section of docs/verified.md on Megatron-LM's next release.
+"""Print ci/next.md, the section of ci/verified.md on Megatron-LM's next release.
 
 python ci/next.py REPORT.xml "COMMIT, DATE" LAUNCHES.md
 """

@@ -2,7 +2,7 @@
 # bash ci/next.sh CHECKOUT [PATCH ...]
 #
 # Runs the exactness tests, the audit and launches of two stock scripts on CHECKOUT instead of the
-# released Megatron-Core; then, without patches, writes ci/next.md, a section of docs/verified.md.
+# released Megatron-Core; then, without patches, writes ci/next.md, a section of ci/verified.md.
 #
 # CHECKOUT is a clone of Megatron-LM, or its git directory. It is only read: its commit is unpacked
 # into build/next, patched, and installed into an environment that sees the packages of ours.

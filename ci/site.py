@@ -1,4 +1,4 @@
-"""Settings of MkDocs beside mkdocs.yml: the README as first page, formulas, colours of code.
+"""Settings of MkDocs beside mkdocs.yml: pages of the root folder, formulas, colours of code.
 
 A page of the site loads nothing from elsewhere: formulas become SVG here, and Pygments' colours two
 style sheets, for the theme's two colour schemes.
@@ -15,7 +15,9 @@ import ziamath
 from mkdocs.structure.files import File, Files
 from pygments.formatters import HtmlFormatter
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+OF_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
+"""Pages whose text is that of a file of the root folder."""
 ziamath.config.svg2 = False  # glyphs without ids, which formulas of a page would share
 STYLES = {"code-light.css": "default", "code-dark.css": "github-dark"}
 
@@ -45,11 +47,13 @@ def on_files(files: Files, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Formulas in lines; for docs/index.md the README, its links as they are from docs/.
+    """Formulas in lines; of a file of the root folder its text, with links as they are from docs/.
 
     Links out of the site are left out.
     """
-    if page.file.src_uri != "index.md":
+    path = page.file.src_uri
+    if path not in OF_ROOT:
         return re.sub(r"\$`([^`]+)`\$", lambda found: svg(found[1], inline=True), markdown)
-    text = README.read_text(encoding="utf-8").replace("](docs/", "](")
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(examples/[^)]+\)", r"\1", text)
+    text = (ROOT / OF_ROOT[path]).read_text(encoding="utf-8").replace("](docs/", "](")
+    text = text.replace("](CONTRIBUTING.md)", "](contributing.md)")
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?:examples|patches)/[^)]+\)", r"\1", text)

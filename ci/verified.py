@@ -1,6 +1,6 @@
-"""Write docs/verified.md from test reports, one of each release of the host.
+"""Write ci/verified.md from test reports, one of each release of the host.
 
-    python ci/verified.py REPORT.xml ... > docs/verified.md
+    python ci/verified.py REPORT.xml ... > ci/verified.md
 
 A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
 ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names write; of a table

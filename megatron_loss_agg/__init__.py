@@ -24,4 +24,4 @@ __all__ = [
     "weighted_sum",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -27,7 +27,7 @@ from tests.launch.processes import ROOT, run_afresh
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "patches/*.md", "benchmarks/*.md")
     for path in ROOT.glob(pattern)
 )
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
@@ -39,16 +39,15 @@ CLAIMS = {
     "README.md": "'prompt_mean loss' in reports[0]",
     "docs/custom_loop.md": "local.tolist() == [0, 1, 6, 7, 8, 11] and abs(3 * loss - 1) < 1e-6"
     " and log_probs.grad.unique().tolist() == [-0.5, -0.25, 0.0] and 'squared loss' in reports[0]",
-    "docs/distillation.md": "distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",
-    "docs/doors.md": "plan.coefficients(0).tolist() == [1 / 12, 1 / 20]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
     "docs/losses.md": "(lambda hidden, loss: loss(hidden)[1] == loss.loss_mask.sum())"
-    "(*forward_step(batches, model, without_head(model.module)))",
+    "(*forward_step(batches, model, without_head(model.module)))"
+    " and distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",
     "docs/modes.md": "(weights_of(square_root_of_length, mask / 2) ** 2 * 16).round().tolist()"
     " == [[1, 1, 0], [0, 0, 2]]",  # a mask sum of 1 / 2 is not clamped to 1
-    "docs/rl.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]"
-    " and metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
+    "docs/rl.md": "metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
     " and 'kl of the policy' in reports[0]",
+    "docs/start.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]",
     "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
     "patches/README.md": "install.__module__ == 'megatron_loss_agg.launch.install'",
 }
@@ -290,11 +289,13 @@ _CURE = re.compile(
     r"Return|See|Set|Shard|Shift|Split|Train|Turn|Unset|Use|Wrap|Write)\b"
 )
 _REMEDY_IS_FILLED_IN = re.compile(r"\. …$|^… was removed: …|a group\. … group=\.$")
+ERRORS = (ROOT / "ci/errors.md").read_text()
+VERIFIED = (ROOT / "ci/verified.md").read_text()
 _OF_ANOTHER_RANK = "this rank could not read its step"  # sent to ranks that say whose error to mend
 
 
 def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist() -> None:
-    messages = re.findall(r"^- `(.*)`$", TEXTS["docs/errors.md"], re.MULTILINE)
+    messages = re.findall(r"^- `(.*)`$", ERRORS, re.MULTILINE)
     assert len(messages) > 100
     without = [x for x in messages if not (_CURE.search(x) or _REMEDY_IS_FILLED_IN.search(x))]
     assert without in ([], [_OF_ANOTHER_RANK])
@@ -305,9 +306,8 @@ def test_every_error_says_what_to_do_and_those_that_troubleshooting_quotes_exist
         assert any(re.search(pattern, message) for message in messages), quote
 
 
-def test_the_page_of_errors_is_that_of_the_source() -> None:
-    printed = run_afresh("ci/errors.py")
-    assert TEXTS["docs/errors.md"] == printed.stdout, "run python ci/errors.py >docs/errors.md"
+def test_the_list_of_errors_is_that_of_the_source() -> None:
+    assert run_afresh("ci/errors.py").stdout == ERRORS, "run python ci/errors.py >ci/errors.md"
 
 
 REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/></properties>
@@ -315,13 +315,18 @@ REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/><
 <testcase classname="a" name="test_a_sum[2]">{1}</testcase></testsuite>"""
 
 
-def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: Path) -> None:
+def test_the_file_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: Path) -> None:
     reports = [tmp_path / "old.xml", tmp_path / "new.xml"]
     reports[0].write_text(REPORT.format("0.18.2", "<failure/>"))
     reports[1].write_text(REPORT.format("0.19.2", ""))
     printed = run_afresh("ci/verified.py", *map(str, reports)).stdout
     assert "| a sum | 1/2 | 2 |\n" in printed
-    assert TEXTS["docs/verified.md"].endswith(printed[printed.index("\n## Sweep") :])
+    assert VERIFIED.endswith(printed[printed.index("\n## Sweep") :])
+
+
+def test_the_page_on_limits_has_the_gradients_that_were_verified() -> None:
+    (table,) = re.findall(r"^\| Megatron-Core \| comp.*\n(?:\|.*\n)+\n", VERIFIED, re.M)[:1]
+    assert table in TEXTS["docs/limits.md"], "copy the first table of ci/verified.md"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.results import counted, goal_of, value_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[1] / "gpu.md"
 RESULTS = "## Results\n"
 DRY = "Dry run on a CPU: this tries the script, and is no evidence about a GPU."
 
@@ -25,7 +25,7 @@ def summary(n: Counter[str]) -> str:
 
 
 def paths(out: Path, dry: bool, whole: bool) -> list[Path]:
-    """The page's path; in the docs only with every part of a real run."""
+    """The paths; the page itself only with every part of a real run."""
     return [out / "gpu.md", PAGE] if whole and not dry else [out / "gpu.md"]
 
 

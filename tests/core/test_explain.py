@@ -14,7 +14,7 @@ from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.__main__ import main
 from megatron_loss_agg.describe import formula  # as doctor prints it, before a step is counted
 
-GUIDE = (Path(__file__).parents[2] / "docs/explain.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs/flags.md").read_text(encoding="utf-8")
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
 # rollout, one data set and one microbatch.
 LENGTHS = (10, 1000, 40)

@@ -33,7 +33,7 @@ from tests.host.steps import Places, Sequence, Weights, aggregation, batches, we
 PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
 MODE = "sample_mean"
 TOP_K, ALPHA = 5, 0.3
-GUIDE = Path(__file__).parents[2] / "docs/distillation.md"
+GUIDE = (Path(__file__).parents[2] / "docs/losses.md").read_text().partition("## Distillation")[2]
 
 
 def with_args(*flags: str) -> Any:
@@ -281,7 +281,7 @@ def custom_loops(folder: str) -> list[Gradient]:
     save_teacher(topology, places, layout, folder)
     with_args("--logits-load-dir", folder)
     guide: dict[str, Any] = {}
-    for snippet in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+    for snippet in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL):
         exec(snippet, guide)
     chunks, _ = student(topology, False)
 

@@ -1,4 +1,4 @@
-"""The command of the sweep, and its results as a section of docs/verified.md; see ci/sweep.sh."""
+"""The command of the sweep, and its results as a section of ci/verified.md; see ci/sweep.sh."""
 
 from __future__ import annotations
 
