@@ -221,7 +221,9 @@ RUN = ["--", "pretrain_gpt.py", "--micro-batch-size", "2", "--global-batch-size"
 
 def test_the_guide_shows_what_is_printed(capsys, tmp_path):
     path = write(tmp_path / "lengths.txt", *FOUR, 100)  # the last is of no whole step
-    for args in (["--lengths", "10,1000,40", "--prompts", "0,0,1"], ["--data", path, *RUN]):
+    step = ["--lengths", "10,1000,40", "--prompts", "0,0,1"]
+    step += ["--modes", "token_mean,sample_mean,prompt_mean,sample_sum"]
+    for args in (step, ["--data", path, *RUN]):
         out = printed(capsys, *args)
         assert f"```text\n{out}```\n" in GUIDE
     assert "25.0 % of the weight is on other" in out and "0.67 to 2.00 times" in out

@@ -167,5 +167,6 @@ def test_the_guide_lists_the_presets():
     lines = re.findall(r"^\| (`[\w-]+/.*?) \| (.*) \|$", guide, re.MULTILINE)
     caveats = {name: text for names, text in lines for name in re.findall("`(.*?)`", names)}
     assert caveats == {name: preset.caveat for name, preset in PRESETS.items() if preset.caveat}
-    releases = {preset.compared_with.partition(":")[0] for preset in PRESETS.values()}
-    assert [x for x in releases if x.replace("at ", "") not in guide.replace("at ", "")] == []
+    compared = [re.match(r"(\S+) (?:at )?(\w[\w.]*)", x.compared_with) for x in PRESETS.values()]
+    assert [x for found in compared if found for x in found.groups() if x not in guide] == []
+    assert all(compared)
