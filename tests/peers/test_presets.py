@@ -167,6 +167,8 @@ def test_the_guide_lists_the_presets():
     lines = re.findall(r"^\| (`[\w-]+/.*?) \| (.*) \|$", guide, re.MULTILINE)
     caveats = {name: text for names, text in lines for name in re.findall("`(.*?)`", names)}
     assert caveats == {name: preset.caveat for name, preset in PRESETS.items() if preset.caveat}
-    compared = [re.match(r"(\S+) (?:at )?(\w[\w.]*)", x.compared_with) for x in PRESETS.values()]
-    assert [x for found in compared if found for x in found.groups() if x not in guide] == []
+    compared = [
+        re.match(r"(?:.*/)?(\S+) (?:at )?(\w[\w.]*)", x.compared_with) for x in PRESETS.values()
+    ]
     assert all(compared)
+    assert [x for found in compared if found for x in found.groups() if x not in guide] == []
