@@ -8,6 +8,7 @@ schedule with packs as Megatron's packing schedulers make them, each with a numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from megatron_loss_agg import CPLayout
-from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg import CPLayout, Microbatch
+from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
 from megatron_loss_agg.mcore.batches import dealt_batches
 from tests.host import gpt, gradients
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
@@ -261,8 +262,13 @@ PACKED: dict[str, Any] = {"num_microbatches": 3, "forward_step_func": packed_ste
 def train_packs(sizes: dict[str, int], table: Any, expected: Expected) -> None:
     model = build(sizes, "dynamic_context_parallel")
     for step in expected:
-        hook = LossHook(aggregation(step[0]))
+        mode, _, _, loss, _ = step
+        hook = LossHook(aggregation(mode), evaluates=True)
         check_step(hook, model, dynamic_packs(table), step, **PACKED)
+        options = {**PACKED, "forward_only": True}
+        evaluated = gpt.run_step(hook, model, dynamic_packs(table), **options)
+        if parallel_state.is_pipeline_last_stage():
+            assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +283,80 @@ def test_packs_with_ranks_of_their_own_are_exact(
     run_host_ranks(train_packs, 4, sizes, table, expected_of(reference, steps))
 
 
+def gathering_step(iterator: Iterator[Any], model: Any) -> Any:
+    """With the losses of the whole pack on each rank that holds it."""
+    batch = next(iterator)
+    losses, _ = packed_step(iter([batch]), model)
+    return losses, TokenLoss(lambda whole: whole, batch["loss_mask"], gather=lambda x: x)
+
+
+def train_gathering(expected: Expected) -> None:
+    model = build({"cp": 2}, "dynamic_context_parallel")
+    for mode, _, gradient, *_ in expected:
+        options = {**PACKED, "forward_step_func": gathering_step}
+        gpt.run_step(LossHook(aggregation(mode)), model, dynamic_packs(PACKS), **options)
+        assert gradients.error(model, gradient) < EXACT, mode
+
+
+def test_losses_of_whole_packs_are_gathered_over_the_ranks_of_each(reference: Reference) -> None:
+    steps = [("token_mean", ALL), ("prompt_mean", ALL)]
+    run_host_ranks(train_gathering, 4, expected_of(reference, steps))
+
+
+CALLS_OF_RANK = ((3,), (3,), (1, 2), (1, 1, 1))
+"""Microbatches of each call, by rank: those that hold a pack together run it together."""
+
+
+def train_in_calls(expected: Expected) -> list[str | None]:
+    model = build({}, "dynamic_context_parallel")
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for mode, _, gradient, loss, _ in expected:
+        hook, reports = LossHook(aggregation(mode)), []
+        iterator = dynamic_packs(PACKS)
+        with hook.step([microbatch_of(batch) for batch in dynamic_packs(PACKS)]):
+            for i, number in enumerate(CALLS_OF_RANK[rank]):
+                options = {**PACKED, "num_microbatches": number, "zero_grad": i == 0}
+                reports += gpt.run_step(hook, model, iterator, **options)
+        assert gradients.error(model, gradient) < EXACT, mode
+        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+    return [misread_in_calls(model, rank, step) for step in (contiguous_step, with_other_mask)]
+
+
+def microbatch_of(batch: dict[str, Any]) -> Microbatch:
+    return replace(read_batch(batch), local_cp_size=int(batch["local_cp_size"]))
+
+
+def misread_in_calls(model: Any, rank: int, step: Any) -> str | None:
+    hook, iterator = LossHook(aggregation("prompt_mean")), dynamic_packs(PACKS)
+
+    def in_calls() -> None:
+        with hook.step([microbatch_of(batch) for batch in dynamic_packs(PACKS)]):
+            for number in CALLS_OF_RANK[rank]:
+                options = {**PACKED, "num_microbatches": number, "forward_step_func": step}
+                gpt.run_step(hook, model, iterator, **options)
+
+    return error_of(in_calls)
+
+
+def with_other_mask(iterator: Iterator[Any], model: Any) -> Any:
+    losses, loss_func = packed_step(iterator, model)
+    return losses, partial(loss_func.func, loss_func.args[0] / 2)
+
+
+def test_ranks_make_other_numbers_of_calls_of_one_step(reference: Reference) -> None:
+    steps = [("prompt_mean", ALL), ("sample_mean", ALL)]
+    for said in run_host_ranks(train_in_calls, 4, expected_of(reference, steps)):
+        split, mask = map(str, said)
+        assert "must be split over context-parallel ranks as declared, zigzag" in split
+        assert "mask sum of a sample must be" in mask
+
+
 # Refusals.
 
 
-def with_gather(iterator: Any, model: Any) -> Any:
+def with_sums(iterator: Any, model: Any) -> Any:
     losses, _ = packed_step(iterator, model)
-    return losses, TokenLoss(lambda x: x, torch.ones_like(losses), gather=lambda x: x)
+    return losses, SampleLoss(lambda sums, _: sums, lambda x: x, torch.ones_like(losses))
 
 
 def in_equal_parts(starts: Tensor, size: int, rank: int) -> CPLayout:
@@ -322,10 +396,10 @@ REFUSED: dict[str, tuple[str, Any, Any]] = {
         as_they_are,
         packed_step,
     ),
-    "HostError: TokenLoss(gather=) and SampleLoss(per_token=) need the same context-parallel": (
+    "HostError: SampleLoss(per_token=) needs the same context-parallel ranks for all": (
         "sum",
         as_they_are,
-        with_gather,
+        with_sums,
     ),
     "DataError: all ranks that hold a microbatch must give the same whole microbatch, got different": (
         "sum",
