@@ -269,9 +269,7 @@ def _of_sample_loss(
             return sums_by_sequence(x, mask, sequences.shape, split, holders, call.groups.cp)
 
         sums = _for_each_tensor(sums_of, loss_function.per_token(output))
-        sequence_mask_sum = sums_by_sequence(
-            mask, mask != 0, sequences.shape, split, holders
-        )
+        sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, split, holders)
         lengths = sequences.mask_sum.to(mask.device, mask.dtype)
         losses, report = losses_and_report(loss_function.compute(sums, lengths))
     terms = {}

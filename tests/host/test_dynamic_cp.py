@@ -7,6 +7,8 @@ schedule with packs as Megatron's packing schedulers make them, each with a numb
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,7 +28,15 @@ from megatron_loss_agg.mcore.batches import dealt_batches
 from tests.host import gpt, gradients
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
 from tests.host.reference import Gradient, Reference, references
-from tests.host.steps import LENGTHS, Sequence, aggregation, batch_of, sequences, weights_of
+from tests.host.steps import (
+    EMPTY,
+    LENGTHS,
+    Sequence,
+    aggregation,
+    batch_of,
+    sequences,
+    weights_of,
+)
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
 pytestmark = pytest.mark.skipif(
@@ -171,14 +181,54 @@ HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_ste
 
 @pytest.mark.parametrize(
     "ranks, sizes, per_rank",
-    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16)],
-    ids=["dp4", "dp2-cp2", "tp2-dp2"],
+    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16), (8, {"cp": 2}, 8)],
+    ids=["dp4", "dp2-cp2", "tp2-dp2", "dp4-cp2"],
 )
 def test_hybrid_context_parallelism_is_exact(
     ranks: int, sizes: dict[str, int], per_rank: int, reference: Reference
 ) -> None:
     steps = [(mode, ALL) for mode in MODES] + [("prompt_mean", HALF), ("sample_mean", HALF)]
     run_host_ranks(train_hybrid, ranks, sizes, per_rank, expected_of(reference, steps))
+
+
+def without_empty_ends(packs: list[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
+    """As a packing that drops the last samples of a pack if they have no active token."""
+    kept = []
+    for whole in packs:
+        offsets = whole["cu_seqlens"].tolist()
+        while len(offsets) > 1 and not whole["loss_mask"][offsets[-2] : offsets[-1]].any():
+            offsets.pop()
+        part = {key: x[: offsets[-1]] for key, x in whole.items()}
+        if len(offsets) > 1:
+            kept.append({**part, "cu_seqlens": whole["cu_seqlens"][: len(offsets)]})
+    yield kept
+
+
+def train_without_empty_ends(expected: Expected) -> str:
+    """Return what was printed."""
+    model = build({}, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=8)
+    printed = io.StringIO()
+    for step in expected:
+        mode, _, gradient, *_ = step
+        iterator = None
+        if gpt.reads_data():
+            source = without_empty_ends(packs(EMPTY_LAST))
+            iterator = data_schedule.HybridCPDataLoaderWrapper(source, model.config)
+        with contextlib.redirect_stdout(printed):
+            gpt.run_step(LossHook(aggregation(mode)), model, iterator, **HYBRID)
+        assert gradients.error(model, gradient) < EXACT, mode
+    return printed.getvalue()
+
+
+# By rank: 0, 4, 8; 1, 5, 9; ... The empty sample ends its rank's second pack.
+EMPTY_LAST = (((0, 1, 2, 3, 4, 9, 6, 7, 8, EMPTY),),)
+NOT_EMPTY = (((0, 1, 2, 3, 4, 9, 6, 7, 8),),)
+
+
+def test_samples_that_the_packing_drops_do_not_count(reference: Reference) -> None:
+    steps = [("sample_mean", NOT_EMPTY), ("prompt_mean", NOT_EMPTY)]
+    first, *others = run_host_ranks(train_without_empty_ends, 4, expected_of(reference, steps))
+    assert "9 samples" in first and not any(others)
 
 
 def test_a_sample_on_ranks_without_a_group_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, with_ids
 from tests.host import gpt, gradients
 from tests.host.harness import EXACT, PP2, TP2, run_host_ranks
 from tests.host.reference import Gradient, references
@@ -29,8 +29,10 @@ pytestmark = pytest.mark.skipif(
     reason="this Megatron has no dynamic context parallelism",
 )
 
-# Without ids of prompts and rollouts, which the wrapper drops.
-MODES = ("token_mean", "sample_mean", "sample_sum", "constant", "sum", "custom")
+MODES = (
+    *("token_mean", "sample_mean", "prompt_mean", "rollout_mean"),
+    *("sample_sum", "constant", "sum", "custom"),
+)
 DYNAMIC, BALANCED = "default_dynamic_cp", "dp_balanced"
 
 
@@ -47,7 +49,20 @@ def sample(sequence: Sequence) -> dict[str, Tensor]:
         "position_ids": torch.arange(length),
         "original_seq_len": torch.tensor([number], dtype=torch.int32),
         "padded_seq_len": torch.tensor([length], dtype=torch.int32),
+        "prompt_ids": torch.tensor([sequence.sample.prompt]),
+        "rollout_ids": torch.tensor([sequence.sample.rollout]),
     }
+
+
+def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As a data set of packs gives them, in a batch of one; with a place for a sample of no token."""
+    joined = {key: torch.cat([x[key] for x in samples]).unsqueeze(0) for key in samples[0]}
+    lengths = joined.pop("padded_seq_len")[0]
+    del joined["original_seq_len"]
+    offsets = torch.tensor([0, 0, *lengths.tolist()]).cumsum(0).int()
+    for key in ("prompt_ids", "rollout_ids"):
+        joined[key] = pad(joined[key], (1, 0), value=-1)
+    return {**joined, "cu_seqlens": offsets.unsqueeze(0)}
 
 
 def forward_step(iterator: Any, model: Any) -> Any:
@@ -80,6 +95,7 @@ def train(
     sizes: dict[str, int],
     scheduler: str,
     per_rank: int,
+    packs: bool,
     expected: dict[str, tuple[Gradient, float]],
 ) -> None:
     split_without_transformer_engine()
@@ -94,31 +110,41 @@ def train(
     model = gpt.data_parallel(plain)
     ranks = parallel_state.get_data_parallel_world_size()
     of_rank = [*range(len(LENGTHS))][gpt.data_rank() :: ranks]
+
+    def run(hook: LossHook, **options: Any) -> list[Any]:
+        samples = [sample(sequences()[i]) for i in of_rank]
+        items = [packed(samples)] if packs else [[x] for x in samples]
+        source = iter(items) if gpt.reads_data() else None
+        wrap = with_ids(data_schedule.wrap_data_iterator)
+        iterator, number, *_ = wrap(source, plain.config, len(items))
+        options["forward_step_func"] = forward_step
+        return gpt.run_step(hook, model, iterator, number, **options)
+
     for mode, (gradient, loss) in expected.items():
-        items = iter([[sample(sequences()[i])] for i in of_rank]) if gpt.reads_data() else None
-        iterator, number, *_ = data_schedule.wrap_data_iterator(items, plain.config, len(of_rank))
-        hook = LossHook(aggregation(mode), split="zigzag")
-        reports = gpt.run_step(hook, model, iterator, number, forward_step_func=forward_step)
+        hook = LossHook(aggregation(mode), split="zigzag", evaluates=True)
+        reports = run(hook)
         assert gradients.error(model, gradient) < EXACT, mode
+        evaluated = run(hook, forward_only=True)
         if parallel_state.is_pipeline_last_stage():
-            assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+            for of_call in (reports, evaluated):
+                assert gpt.reported(of_call, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    "ranks, sizes, scheduler, per_rank",
+    "ranks, sizes, scheduler, per_rank, packs",
     [
-        (4, {}, DYNAMIC, 8),
-        (8, {"cp": 2}, DYNAMIC, 8),
-        (4, TP2, DYNAMIC, 16),
-        (4, PP2, DYNAMIC, 16),
-        (4, {"cp": 2}, BALANCED, 16),
+        (4, {}, DYNAMIC, 8, False),
+        (8, {"cp": 2}, DYNAMIC, 8, False),
+        (4, TP2, DYNAMIC, 16, True),
+        (4, PP2, DYNAMIC, 16, False),
+        (4, {"cp": 2}, BALANCED, 16, True),
     ],
-    ids=["dp4", "dp4-cp2", "tp2-dp2", "pp2-dp2", "balanced-cp2"],
+    ids=["dp4", "dp4-cp2", "tp2-dp2-packs", "pp2-dp2", "balanced-cp2-packs"],
 )
 def test_packs_of_megatrons_schedulers_are_exact(
-    ranks: int, sizes: dict[str, int], scheduler: str, per_rank: int
+    ranks: int, sizes: dict[str, int], scheduler: str, per_rank: int, packs: bool
 ) -> None:
     reference = references(losses_of)[""]
     weights = {mode: weights_of(mode, ALL) for mode in MODES}
     expected = {mode: (reference.gradient(w), reference.loss(w)) for mode, w in weights.items()}
-    run_host_ranks(train, ranks, sizes, scheduler, per_rank, expected)
+    run_host_ranks(train, ranks, sizes, scheduler, per_rank, packs, expected)
