@@ -237,9 +237,8 @@ class Plugin:
         return setup(*args, **kwargs)
 
     def wrap_data_iterator(self, wrap: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Lets ids of samples through Megatron's packing schedulers, where there is an aggregation."""
-        aggregates = flags.aggregation_from(megatron_args()) is not None
-        return (with_ids(wrap) if aggregates else wrap)(*args, **kwargs)
+        """Lets ids of samples through Megatron's packing schedulers, if the flags are given."""
+        return (with_ids(wrap) if self._effect.mode else wrap)(*args, **kwargs)
 
     def get_schedule(self, get: Callable[..., Schedule], *args: Any, **kwargs: Any) -> Schedule:
         """Returns the schedule of Megatron's own loop, whose models all have one hook."""

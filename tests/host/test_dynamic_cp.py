@@ -26,6 +26,7 @@ from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
 from megatron_loss_agg.mcore.batches import dealt_batches
 from tests.host import gpt, gradients
+from tests.host.cases import mean_of_means
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
 from tests.host.reference import Gradient, Reference, references
 from tests.host.steps import (
@@ -89,8 +90,8 @@ def check_step(hook: LossHook, model: Any, iterator: Any, expected: Any, **optio
     reports = gpt.run_step(hook, model, iterator, **options)
     assert gradients.error(model, gradient) < EXACT, mode
     if parallel_state.is_pipeline_last_stage():
-        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
-        assert gpt.reported(reports, "lm loss") == pytest.approx(lm_loss, rel=1e-6)
+        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+        assert gpt.reported(reports, "lm loss") == pytest.approx(lm_loss, rel=1e-12)
 
 
 # Hybrid context parallelism.
@@ -108,8 +109,10 @@ def packs(places: Any) -> list[dict[str, Tensor]]:
 
 def pack(chosen: list[Sequence]) -> dict[str, Tensor]:
     fields: dict[str, list[Tensor]] = {}
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    multiple = max(MULTIPLE, 2 * ranks)  # all of them may hold a sample
     for sequence in chosen:
-        length = len(sequence.tokens) + -len(sequence.tokens) % MULTIPLE
+        length = len(sequence.tokens) + -len(sequence.tokens) % multiple
         of_sample = {
             "tokens": sequence.tokens,
             "labels": sequence.labels,
@@ -173,7 +176,8 @@ def train_hybrid(sizes: dict[str, int], per_rank: int, expected: Expected) -> No
         check_step(hooks[mode], model, iterator, step, **HYBRID)
         iterator = hybrid_iterator(model.config, places)
         evaluated = gpt.run_step(hooks[mode], model, iterator, forward_only=True, **HYBRID)
-        assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+        for reduced in (gpt.reported, mean_of_means):  # ranks have other numbers of samples
+            assert reduced(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
 
 
 HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_step}
@@ -181,13 +185,14 @@ HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_ste
 
 @pytest.mark.parametrize(
     "ranks, sizes, per_rank",
-    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16), (8, {"cp": 2}, 8)],
+    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16), (8, {"cp": 2}, 16)],
     ids=["dp4", "dp2-cp2", "tp2-dp2", "dp4-cp2"],
 )
 def test_hybrid_context_parallelism_is_exact(
     ranks: int, sizes: dict[str, int], per_rank: int, reference: Reference
 ) -> None:
-    steps = [(mode, ALL) for mode in MODES] + [("prompt_mean", HALF), ("sample_mean", HALF)]
+    modes = MODES if ranks == 4 else MODES[:3]  # eight take their time
+    steps = [(mode, ALL) for mode in modes] + [("prompt_mean", HALF), ("sample_mean", HALF)]
     run_host_ranks(train_hybrid, ranks, sizes, per_rank, expected_of(reference, steps))
 
 
@@ -318,7 +323,7 @@ def train_packs(sizes: dict[str, int], table: Any, expected: Expected) -> None:
         options = {**PACKED, "forward_only": True}
         evaluated = gpt.run_step(hook, model, dynamic_packs(table), **options)
         if parallel_state.is_pipeline_last_stage():
-            assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+            assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +373,7 @@ def train_in_calls(expected: Expected) -> list[str | None]:
                 options = {**PACKED, "num_microbatches": number, "zero_grad": i == 0}
                 reports += gpt.run_step(hook, model, iterator, **options)
         assert gradients.error(model, gradient) < EXACT, mode
-        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
     return [misread_in_calls(model, rank, step) for step in (contiguous_step, with_other_mask)]
 
 

@@ -6,6 +6,7 @@ has them; no release does.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout
+from megatron_loss_agg.launch.install import install
 from megatron_loss_agg.mcore import LossHook, with_ids
 from tests.host import gpt, gradients
-from tests.host.harness import EXACT, PP2, TP2, run_host_ranks
+from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
 from tests.host.reference import Gradient, references
-from tests.host.steps import LENGTHS, Sequence, aggregation, sequences, weights_of
+from tests.host.steps import LENGTHS, PROMPTS, Sequence, aggregation, sequences, weights_of
 from tests.host.test_dynamic_cp import ALL, MULTIPLE, losses_of
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
@@ -91,6 +93,17 @@ def split_without_transformer_engine() -> None:
     data_schedule_utils.get_thd_partitioned_indices = index
 
 
+def configured(scheduler: str, per_rank: int) -> Any:
+    """A model without position embeddings, for packs of the scheduler."""
+    plain = gpt.build(per_token=True)
+    plain.position_embedding_type = "none"
+    # Later than the configuration's check of Transformer Engine's version.
+    plain.config.sequence_packing_scheduler = scheduler
+    plain.config.dynamic_context_parallel = scheduler == DYNAMIC
+    plain.config.max_seqlen_per_dp_cp_rank = per_rank
+    return plain
+
+
 def train(
     sizes: dict[str, int],
     scheduler: str,
@@ -101,12 +114,7 @@ def train(
     split_without_transformer_engine()
     is_dynamic = scheduler == DYNAMIC
     gpt.initialize(**sizes, **({"dynamic_context_parallel": True} if is_dynamic else {}))
-    plain = gpt.build(per_token=True)
-    plain.position_embedding_type = "none"
-    # Later than the configuration's check of Transformer Engine's version.
-    plain.config.sequence_packing_scheduler = scheduler
-    plain.config.dynamic_context_parallel = is_dynamic
-    plain.config.max_seqlen_per_dp_cp_rank = per_rank
+    plain = configured(scheduler, per_rank)
     model = gpt.data_parallel(plain)
     ranks = parallel_state.get_data_parallel_world_size()
     of_rank = [*range(len(LENGTHS))][gpt.data_rank() :: ranks]
@@ -148,3 +156,39 @@ def test_packs_of_megatrons_schedulers_are_exact(
     weights = {mode: weights_of(mode, ALL) for mode in MODES}
     expected = {mode: (reference.gradient(w), reference.loss(w)) for mode, w in weights.items()}
     run_host_ranks(train, ranks, sizes, scheduler, per_rank, packs, expected)
+
+
+def pack_by_flags() -> dict[str, Any]:
+    """The ids in packs that Megatron's training loop gets, by the flags of the launcher."""
+    from megatron.training import training
+
+    gpt.initialize()
+    config = configured(BALANCED, 64).config
+    ids = {}
+    for flags in ("", "--loss-aggregation prompt_mean"):
+        sys.argv = ["script", *flags.split()]
+        uninstall = install(watch_exit=False)
+        items = [[sample(sequences()[i])] for i in range(4)]
+        packs, *_ = training.wrap_data_iterator(iter(items), config, 4)
+        uninstall()
+        ids[flags] = [x["prompt_ids"].tolist() for x in packs if "prompt_ids" in x]
+    return ids
+
+
+def different_ids() -> list[str | None]:
+    """Items of which some lack a key, or have two values."""
+    gpt.initialize()
+    config = configured(BALANCED, 64).config
+    wrap = with_ids(data_schedule.wrap_data_iterator)
+    first, second = (sample(sequences()[i]) for i in range(2))
+    two = {**second, "prompt_ids": torch.tensor([1, 2])}
+    del second["prompt_ids"]
+    return [error_of(wrap, iter([[first], [x]]), config, 2) for x in (second, two)]
+
+
+def test_the_launcher_keeps_ids_and_bad_ones_are_refused() -> None:
+    (ids,) = run_host_ranks(pack_by_flags, 1)
+    assert ids == {"": [], "--loss-aggregation prompt_mean": [[*PROMPTS[:4]]]}
+    ((lacking, two),) = run_host_ranks(different_ids, 1)
+    assert "DataError: all samples of a step must have ids under the same keys" in str(lacking)
+    assert "DataError: the key 'prompt_ids' of a data set's item must have a value" in str(two)
