@@ -169,8 +169,9 @@ def pack_by_flags() -> dict[str, Any]:
         sys.argv = ["script", *flags.split()]
         uninstall = install(watch_exit=False)
         items = [[sample(sequences()[i])] for i in range(4)]
-        packs, *_ = training.wrap_data_iterator(iter(items), config, 4)
+        iterator, number, *_ = training.wrap_data_iterator(iter(items), config, 4)
         uninstall()
+        packs = [next(iterator) for _ in range(number)]
         ids[flags] = [x["prompt_ids"].tolist() for x in packs if "prompt_ids" in x]
     return ids
 
