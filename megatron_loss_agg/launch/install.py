@@ -24,6 +24,7 @@ from megatron_loss_agg.mcore import (
     distillation_terms,
     distilled,
     read_batch,
+    with_ids,
 )
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.call import STOCK, model_chunks
@@ -235,6 +236,10 @@ class Plugin:
         self._hooked_in_megatrons_loop = self._new_hook(in_training_loop=True)
         return setup(*args, **kwargs)
 
+    def wrap_data_iterator(self, wrap: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Lets ids of samples through Megatron's packing schedulers, if the flags are given."""
+        return (with_ids(wrap) if self._effect.mode else wrap)(*args, **kwargs)
+
     def get_schedule(self, get: Callable[..., Schedule], *args: Any, **kwargs: Any) -> Schedule:
         """Returns the schedule of Megatron's own loop, whose models all have one hook."""
         if self._hooked_in_megatrons_loop is None:
@@ -284,6 +289,8 @@ def replacements() -> list[Replacement]:
             Replacement(training, "setup_model_and_optimizer", Plugin.set_up_model),
             Replacement(training, "get_forward_backward_func", Plugin.get_schedule),
         ]
+        if hasattr(training, "wrap_data_iterator"):  # not in releases
+            table.append(Replacement(training, "wrap_data_iterator", Plugin.wrap_data_iterator))
     for holder, name, _ in table:
         if not hasattr(holder, name):
             raise HostError(

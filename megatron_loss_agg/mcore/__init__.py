@@ -8,6 +8,7 @@ from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.parts.datasets import DatasetReports
 from megatron_loss_agg.mcore.parts.distillation import distillation_terms, distilled
 from megatron_loss_agg.mcore.parts.mtp import MTPLosses, aggregate_mtp
+from megatron_loss_agg.mcore.parts.packing import with_ids
 from megatron_loss_agg.mcore.parts.routers import aggregate_routers
 from megatron_loss_agg.mcore.prefetch import Prefetch
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
@@ -27,4 +28,5 @@ __all__ = [
     "distillation_terms",
     "distilled",
     "read_batch",
+    "with_ids",
 ]

@@ -177,6 +177,11 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
     return batches
 
 
+def is_by_sample(key: str) -> bool:
+    """Whether a batch key may have a value for each sample."""
+    return key in BY_SAMPLE or (key.endswith("_ids") and key not in _IDS_OF_TOKENS)
+
+
 def _of_sample(key: str, value: Any) -> Any:
     """A field of one sample, whose fields all have an element for each token, as of a row.
 
@@ -184,9 +189,9 @@ def _of_sample(key: str, value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or not value.dim():
         return value
-    may_be_by_sample = key.endswith("_ids") and key not in _IDS_OF_TOKENS
-    values = value.unique() if key in (*BY_SAMPLE, "dataset_id") or may_be_by_sample else None
-    if values is None or (len(values) != 1 and may_be_by_sample and key not in BY_SAMPLE):
+    must_be_by_sample = key in (*BY_SAMPLE, "dataset_id")
+    values = value.unique() if must_be_by_sample or is_by_sample(key) else None
+    if values is None or (len(values) != 1 and not must_be_by_sample):
         return value.reshape(1, -1)
     if len(values) != 1:
         raise DataError(

@@ -21,7 +21,6 @@ class Holders(NamedTuple):
 
     size: int
     rank: int  # the index of this rank among them
-    group: dist.ProcessGroup | None  # None: of this microbatch alone
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,13 @@ class ProcessGroups:
     def holders(self, shape: MicrobatchShape) -> Holders:
         """The context-parallel ranks of a microbatch: all of the group, or those of its own."""
         if self.dp_cp is None:
-            return Holders(self.cp_size, self.cp_rank, self.cp)
+            return Holders(self.cp_size, self.cp_rank)
         size = shape.local_cp_size or 1
-        return Holders(size, dist.get_rank(self.dp_cp) % size, None)
+        return Holders(size, dist.get_rank(self.dp_cp) % size)
+
+    def group_of(self, holders: Holders) -> dist.ProcessGroup:
+        """The process group of several ranks that hold a microbatch."""
+        return self.cp if self.dp_cp is None else _group_of_own(holders.size)
 
     @functools.cached_property
     def cp_size(self) -> int:
@@ -193,6 +196,17 @@ def innermost(model: Any) -> Any:
     while hasattr(model, "module"):
         model = model.module
     return model
+
+
+def _group_of_own(size: int) -> dist.ProcessGroup:
+    """This rank's group of ``size`` ranks, as Megatron takes it for a microbatch that they hold."""
+    from megatron.core import parallel_state
+
+    name = "get_dynamic_data_context_parallel_groups"
+    groups = getattr(parallel_state, name, None)  # where Megatron has the dynamic kind
+    groups = groups or parallel_state.get_hybrid_data_context_parallel_groups
+    group: dist.ProcessGroup = groups(group_size=size)
+    return group
 
 
 def _dp_cp_group() -> dist.ProcessGroup:

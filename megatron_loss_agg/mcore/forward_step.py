@@ -18,7 +18,7 @@ from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
 from megatron_loss_agg.mcore.call import Call, innermost, replaced
 from megatron_loss_agg.mcore.split import (
-    check_has_group,
+    check_has_one_group,
     gathered,
     is_by_token,
     same_order,
@@ -217,10 +217,8 @@ def _of_token_loss(
     is_whole = loss_function.gather is not None
     if loss_function.gather is not None:
         shape = token_shape(plans, i)
-        holders = call.groups.holders(shape)
-        check_has_group(holders)
         values = loss_function.gather(output)
-        output = _for_each_tensor(lambda x: gathered(x, shape, split, holders), values)
+        output = _for_each_tensor(lambda x: gathered(x, shape, split, call.groups), values)
     losses, report = losses_and_report(loss_function.compute(output))
     masks = loss_function.loss_mask
     if not isinstance(masks, Mapping):
@@ -257,7 +255,7 @@ def _of_sample_loss(
             )
         losses, report = losses_and_report(loss_function.compute(output))
     else:
-        check_has_group(holders)
+        check_has_one_group(call.groups)
         sequences = plan_of_first_term(plans).sequences[i]
         if sequences is None or any(plans[name].sequences[i] is None for name in names):
             raise DataError(
@@ -268,12 +266,10 @@ def _of_sample_loss(
 
         def sums_of(x: Tensor) -> Tensor:
             check_one_loss_per_token(x, mask, "per_token of a SampleLoss")
-            return sums_by_sequence(x, mask, sequences.shape, split, holders)
+            return sums_by_sequence(x, mask, sequences.shape, split, holders, call.groups.cp)
 
         sums = _for_each_tensor(sums_of, loss_function.per_token(output))
-        sequence_mask_sum = sums_by_sequence(
-            mask, mask != 0, sequences.shape, split, holders, over_ranks=False
-        )
+        sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, split, holders)
         lengths = sequences.mask_sum.to(mask.device, mask.dtype)
         losses, report = losses_and_report(loss_function.compute(sums, lengths))
     terms = {}

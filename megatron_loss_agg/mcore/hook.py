@@ -299,15 +299,14 @@ class LossHook:
             self._check_scaling(call, is_first)
 
         # 2. and 3. Read the step's batches, count them, and give every rank its coefficients.
-        records = _Records(is_first, call.data_iterator)
-        if step is None or call.begins_step:
+        plans, records = _of_earlier_calls(step, is_first)
+        records.iterator = call.data_iterator
+        if call.begins_step:
             plans = self._plan(call, step, records)
-        else:
-            plans, records.tokens = step.plans, step.tokens
         if step is None:
             self._fetch_next(call)
         else:
-            step.plans, step.tokens = plans, records.tokens
+            step.plans, step.records = plans, records
         self.call, self.plans = call, plans
         if call.begins_step:
             for extension in self.extensions:
@@ -327,7 +326,8 @@ class LossHook:
             result = schedule(**call.arguments_with(forward_step, records.iterator))
 
         # 7. The losses were those that were planned.
-        self._check_call(call, plans, records)
+        if call.ends_step:
+            self._check_step(call, plans, records)
         if is_first or (call.trains and self.empty_step == "skip"):
             is_empty = plans is not None and _is_empty(self.terms, plans)
             is_empty = any_rank(is_empty, call.groups.pp)  # other stages have no plan
@@ -415,7 +415,7 @@ class LossHook:
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
                 return output, loss_function  # the schedule does not ask for this one's loss
-            i = call.first_index + records.forward_steps
+            i = records.forward_steps
             records.forward_steps += 1
             if model_calls is not None:
                 of_model = model_calls.take()
@@ -501,30 +501,29 @@ class LossHook:
             if self._audits and torch.distributed.get_rank() == 0:
                 print(f"loss aggregation audit: {measured_in_words(self._measured)} ({call.scale})")
 
-    def _check_call(self, call: Call, plans: Plans | None, records: _Records) -> None:
-        """Raise unless the call's losses were those that were planned; in the first step everywhere."""
+    def _check_step(self, call: Call, plans: Plans | None, records: _Records) -> None:
+        """Raise unless the step's losses were those that were planned; in the first step everywhere.
+
+        After the step's last call, since ranks may make other numbers of calls.
+        """
         groups = call.groups
-        of_model = [groups.tp, groups.cp, groups.pp]
-        if call.ends_step:  # data-parallel ranks may make other numbers of calls
-            of_model.append(groups.dp)
+        of_model = [groups.tp, groups.cp, groups.pp, groups.dp]
         with contextlib.ExitStack() as stack:
             if records.is_first:  # later, ranks would wait without need
                 stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
             if plans is not None:
-                self._check_number_of_losses(call, plans, records)
+                self._check_number_of_losses(plans, records)
         with contextlib.ExitStack() as stack:
             if records.is_first:
                 stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
             if plans is not None:
                 self._check_losses(call, plans, records)
-        tells_of_step = records.is_first and call.trains and call.ends_step
+        tells_of_step = records.is_first and call.trains
         if tells_of_step and plans is not None and not self._has_printed:
             self._print_first_line(call, plans)
 
-    def _check_number_of_losses(self, call: Call, plans: Plans, records: _Records) -> None:
-        first = plan_of_first_term(plans)
-        # Under hybrid context parallelism a rank has as many as it was dealt samples.
-        expected = len(first.sizes) if call.draws_samples else call.scale.num_microbatches
+    def _check_number_of_losses(self, plans: Plans, records: _Records) -> None:
+        expected = len(plan_of_first_term(plans).sizes)
         computed = len(records.sums)
         if computed != expected:
             raise HostError(
@@ -570,8 +569,8 @@ class LossHook:
             return False
         if call.groups.dp_cp is not None:  # alike on all ranks, which have different packs
             return any(plan.has_split_packs for plan in plans.values())
-        indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
-        return any(has_several_samples(plans, i) for i in indices)
+        microbatches = range(len(plan_of_first_term(plans).sizes))
+        return any(has_several_samples(plans, i) for i in microbatches)
 
     def _print_first_line(self, call: Call, plans: Plans) -> None:
         if _is_empty(self.terms, plans):
@@ -605,8 +604,8 @@ class _OpenStep:
 
     microbatches: list[MicrobatchOfTerms]
     taken: int = 0
-    plans: Plans | None = None
-    tokens: dict[int, WholeTokens] = field(default_factory=dict)
+    plans: Plans | None = None  # on stages without a loss, and before the first call
+    records: _Records | None = None
 
     def take(self, call: Call) -> Call:
         """``call`` with its place in the step; DataError for more microbatches than are left."""
@@ -624,17 +623,24 @@ class _OpenStep:
 
 @dataclass
 class _Records:
-    """Results of one call that are compared after it; numbers stay on the device until then."""
+    """Results of one step that are compared after it; numbers stay on the device until then."""
 
-    is_first: bool  # training, or evaluation, call of this model that is verified
-    iterator: Any  # that the schedule gets
-    forward_steps: int = 0  # that have run
+    is_first: bool  # training step, or evaluation, of this model that is verified
+    iterator: Any = None  # that the schedule gets
+    forward_steps: int = 0  # of the step that have run
     sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
     stock_losses: dict[int, StockLoss] = field(default_factory=dict)  # likewise
     depend_on_split: set[int] = field(default_factory=set)  # microbatches
     tokens: dict[int, WholeTokens] = field(default_factory=dict)  # that may be compared
     compares_tokens: bool = False
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # of the model's calls
+
+
+def _of_earlier_calls(step: _OpenStep | None, is_first: bool) -> tuple[Plans | None, _Records]:
+    """The plan and the records of a step that has begun; of any other, none."""
+    if step is None or step.records is None:
+        return None, _Records(is_first)
+    return step.plans, step.records
 
 
 def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:

@@ -15,13 +15,14 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_loss_agg.collectives import SumOverRanks
+from megatron_loss_agg.collectives import SumOverRanks, ranks_of
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import DataError, HostError
-from megatron_loss_agg.mcore.call import Holders
+from megatron_loss_agg.mcore.call import Holders, ProcessGroups
 from megatron_loss_agg.microbatch import MicrobatchShape
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
@@ -67,11 +68,12 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     return held
 
 
-def gathered(values: Tensor, shape: MicrobatchShape, split: str, holders: Holders) -> Tensor:
+def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: ProcessGroups) -> Tensor:
     """The values of all tokens of a microbatch, in the shape of its mask, from this rank's.
 
     In the backward pass a value gets the sum of the gradients of all context-parallel ranks.
     """
+    holders = groups.holders(shape)
     expected = local_shape(shape, holders.size)
     if not isinstance(values, Tensor) or not same_order(values.shape, expected):
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -82,7 +84,8 @@ def gathered(values: Tensor, shape: MicrobatchShape, split: str, holders: Holder
     values = values.reshape(expected)
     if holders.size == 1:
         return values
-    return layout_of(shape, split, holders.size, holders.rank).unshard(values, holders.group)
+    layout = layout_of(shape, split, holders.size, holders.rank)
+    return layout.unshard(values, groups.group_of(holders))
 
 
 def sums_by_sequence(
@@ -91,17 +94,17 @@ def sums_by_sequence(
     shape: MicrobatchShape,
     split: str,
     holders: Holders,
-    over_ranks: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """``sum m_t x_t`` over each sequence, [sequences]; over all context-parallel ranks, or this one.
+    """``sum m_t x_t`` over each sequence, [sequences]; over all ranks of ``group``, or this one.
 
     Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
     """
     check_local_mask(mask, shape, holders.size, is_whole=False)
     products = values.double().reshape(-1).masked_fill(mask.reshape(-1) == 0, 0) * mask.reshape(-1)
     sums = sums_of_samples(products, shape, local_starts(shape, split, holders.size, holders.rank))
-    if over_ranks and holders.size > 1:
-        sums = SumOverRanks.apply(sums, holders.group)  # type: ignore[no-untyped-call]
+    if ranks_of(group) > 1:
+        sums = SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
     return sums.to(at_least_fp32(values.dtype))
 
 
@@ -122,13 +125,13 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
     return x_T.new_zeros(len(lengths)).index_add(0, sample_T, x_T.reshape(-1))[:-1]
 
 
-def check_has_group(holders: Holders) -> None:
+def check_has_one_group(groups: ProcessGroups) -> None:
     """Raise HostError where every microbatch has context-parallel ranks of its own."""
-    if holders.group is None:
+    if groups.dp_cp is not None:
         raise HostError(
-            "TokenLoss(gather=) and SampleLoss(per_token=) need the same context-parallel ranks for "
-            f"all microbatches, got {holders.size} of this one's own. Drop dynamic or hybrid context "
-            "parallelism, or use losses by token."
+            "SampleLoss(per_token=) needs the same context-parallel ranks for all microbatches, got "
+            "dynamic or hybrid context parallelism, where sums of sequences are not compared. Drop it, "
+            "or use losses by token (TokenLoss, also with gather=)."
         )
 
 

@@ -7,7 +7,10 @@ schedule with packs as Megatron's packing schedulers make them, each with a numb
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +22,22 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from megatron_loss_agg import CPLayout
-from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg import CPLayout, Microbatch
+from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
 from megatron_loss_agg.mcore.batches import dealt_batches
 from tests.host import gpt, gradients
+from tests.host.cases import mean_of_means
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
 from tests.host.reference import Gradient, Reference, references
-from tests.host.steps import LENGTHS, Sequence, aggregation, batch_of, sequences, weights_of
+from tests.host.steps import (
+    EMPTY,
+    LENGTHS,
+    Sequence,
+    aggregation,
+    batch_of,
+    sequences,
+    weights_of,
+)
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
 pytestmark = pytest.mark.skipif(
@@ -78,8 +90,8 @@ def check_step(hook: LossHook, model: Any, iterator: Any, expected: Any, **optio
     reports = gpt.run_step(hook, model, iterator, **options)
     assert gradients.error(model, gradient) < EXACT, mode
     if parallel_state.is_pipeline_last_stage():
-        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
-        assert gpt.reported(reports, "lm loss") == pytest.approx(lm_loss, rel=1e-6)
+        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+        assert gpt.reported(reports, "lm loss") == pytest.approx(lm_loss, rel=1e-12)
 
 
 # Hybrid context parallelism.
@@ -97,8 +109,10 @@ def packs(places: Any) -> list[dict[str, Tensor]]:
 
 def pack(chosen: list[Sequence]) -> dict[str, Tensor]:
     fields: dict[str, list[Tensor]] = {}
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    multiple = max(MULTIPLE, 2 * ranks)  # all of them may hold a sample
     for sequence in chosen:
-        length = len(sequence.tokens) + -len(sequence.tokens) % MULTIPLE
+        length = len(sequence.tokens) + -len(sequence.tokens) % multiple
         of_sample = {
             "tokens": sequence.tokens,
             "labels": sequence.labels,
@@ -162,7 +176,8 @@ def train_hybrid(sizes: dict[str, int], per_rank: int, expected: Expected) -> No
         check_step(hooks[mode], model, iterator, step, **HYBRID)
         iterator = hybrid_iterator(model.config, places)
         evaluated = gpt.run_step(hooks[mode], model, iterator, forward_only=True, **HYBRID)
-        assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-6)
+        for reduced in (gpt.reported, mean_of_means):  # ranks have other numbers of samples
+            assert reduced(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
 
 
 HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_step}
@@ -170,14 +185,55 @@ HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_ste
 
 @pytest.mark.parametrize(
     "ranks, sizes, per_rank",
-    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16)],
-    ids=["dp4", "dp2-cp2", "tp2-dp2"],
+    [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16), (8, {"cp": 2}, 16)],
+    ids=["dp4", "dp2-cp2", "tp2-dp2", "dp4-cp2"],
 )
 def test_hybrid_context_parallelism_is_exact(
     ranks: int, sizes: dict[str, int], per_rank: int, reference: Reference
 ) -> None:
-    steps = [(mode, ALL) for mode in MODES] + [("prompt_mean", HALF), ("sample_mean", HALF)]
+    modes = MODES if ranks == 4 else MODES[:3]  # eight take their time
+    steps = [(mode, ALL) for mode in modes] + [("prompt_mean", HALF), ("sample_mean", HALF)]
     run_host_ranks(train_hybrid, ranks, sizes, per_rank, expected_of(reference, steps))
+
+
+def without_empty_ends(packs: list[dict[str, Tensor]]) -> Iterator[list[dict[str, Tensor]]]:
+    """As a packing that drops the last samples of a pack if they have no active token."""
+    kept = []
+    for whole in packs:
+        offsets = whole["cu_seqlens"].tolist()
+        while len(offsets) > 1 and not whole["loss_mask"][offsets[-2] : offsets[-1]].any():
+            offsets.pop()
+        part = {key: x[: offsets[-1]] for key, x in whole.items()}
+        if len(offsets) > 1:
+            kept.append({**part, "cu_seqlens": whole["cu_seqlens"][: len(offsets)]})
+    yield kept
+
+
+def train_without_empty_ends(expected: Expected) -> str:
+    """Return what was printed."""
+    model = build({}, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=8)
+    printed = io.StringIO()
+    for step in expected:
+        mode, _, gradient, *_ = step
+        iterator = None
+        if gpt.reads_data():
+            source = without_empty_ends(packs(EMPTY_LAST))
+            iterator = data_schedule.HybridCPDataLoaderWrapper(source, model.config)
+        with contextlib.redirect_stdout(printed):
+            gpt.run_step(LossHook(aggregation(mode)), model, iterator, **HYBRID)
+        assert gradients.error(model, gradient) < EXACT, mode
+    return printed.getvalue()
+
+
+# By rank: 0, 4, 8; 1, 5, 9; ... The empty sample ends its rank's second pack.
+EMPTY_LAST = (((0, 1, 2, 3, 4, 9, 6, 7, 8, EMPTY),),)
+NOT_EMPTY = (((0, 1, 2, 3, 4, 9, 6, 7, 8),),)
+
+
+def test_samples_that_the_packing_drops_do_not_count(reference: Reference) -> None:
+    steps = [("sample_mean", NOT_EMPTY), ("prompt_mean", NOT_EMPTY)]
+    first, *others = run_host_ranks(train_without_empty_ends, 4, expected_of(reference, steps))
+    assert "9 samples" in first and not any(others)
 
 
 def test_a_sample_on_ranks_without_a_group_is_refused() -> None:
@@ -261,8 +317,13 @@ PACKED: dict[str, Any] = {"num_microbatches": 3, "forward_step_func": packed_ste
 def train_packs(sizes: dict[str, int], table: Any, expected: Expected) -> None:
     model = build(sizes, "dynamic_context_parallel")
     for step in expected:
-        hook = LossHook(aggregation(step[0]))
+        mode, _, _, loss, _ = step
+        hook = LossHook(aggregation(mode), evaluates=True)
         check_step(hook, model, dynamic_packs(table), step, **PACKED)
+        options = {**PACKED, "forward_only": True}
+        evaluated = gpt.run_step(hook, model, dynamic_packs(table), **options)
+        if parallel_state.is_pipeline_last_stage():
+            assert gpt.reported(evaluated, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +338,80 @@ def test_packs_with_ranks_of_their_own_are_exact(
     run_host_ranks(train_packs, 4, sizes, table, expected_of(reference, steps))
 
 
+def gathering_step(iterator: Iterator[Any], model: Any) -> Any:
+    """With the losses of the whole pack on each rank that holds it."""
+    batch = next(iterator)
+    losses, _ = packed_step(iter([batch]), model)
+    return losses, TokenLoss(lambda whole: whole, batch["loss_mask"], gather=lambda x: x)
+
+
+def train_gathering(expected: Expected) -> None:
+    model = build({"cp": 2}, "dynamic_context_parallel")
+    for mode, _, gradient, *_ in expected:
+        options = {**PACKED, "forward_step_func": gathering_step}
+        gpt.run_step(LossHook(aggregation(mode)), model, dynamic_packs(PACKS), **options)
+        assert gradients.error(model, gradient) < EXACT, mode
+
+
+def test_losses_of_whole_packs_are_gathered_over_the_ranks_of_each(reference: Reference) -> None:
+    steps = [("token_mean", ALL), ("prompt_mean", ALL)]
+    run_host_ranks(train_gathering, 4, expected_of(reference, steps))
+
+
+CALLS_OF_RANK = ((3,), (3,), (1, 2), (1, 1, 1))
+"""Microbatches of each call, by rank: those that hold a pack together run it together."""
+
+
+def train_in_calls(expected: Expected) -> list[str | None]:
+    model = build({}, "dynamic_context_parallel")
+    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    for mode, _, gradient, loss, _ in expected:
+        hook, reports = LossHook(aggregation(mode)), []
+        iterator = dynamic_packs(PACKS)
+        with hook.step([microbatch_of(batch) for batch in dynamic_packs(PACKS)]):
+            for i, number in enumerate(CALLS_OF_RANK[rank]):
+                options = {**PACKED, "num_microbatches": number, "zero_grad": i == 0}
+                reports += gpt.run_step(hook, model, iterator, **options)
+        assert gradients.error(model, gradient) < EXACT, mode
+        assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+    return [misread_in_calls(model, rank, step) for step in (contiguous_step, with_other_mask)]
+
+
+def microbatch_of(batch: dict[str, Any]) -> Microbatch:
+    return replace(read_batch(batch), local_cp_size=int(batch["local_cp_size"]))
+
+
+def misread_in_calls(model: Any, rank: int, step: Any) -> str | None:
+    hook, iterator = LossHook(aggregation("prompt_mean")), dynamic_packs(PACKS)
+
+    def in_calls() -> None:
+        with hook.step([microbatch_of(batch) for batch in dynamic_packs(PACKS)]):
+            for number in CALLS_OF_RANK[rank]:
+                options = {**PACKED, "num_microbatches": number, "forward_step_func": step}
+                gpt.run_step(hook, model, iterator, **options)
+
+    return error_of(in_calls)
+
+
+def with_other_mask(iterator: Iterator[Any], model: Any) -> Any:
+    losses, loss_func = packed_step(iterator, model)
+    return losses, partial(loss_func.func, loss_func.args[0] / 2)
+
+
+def test_ranks_make_other_numbers_of_calls_of_one_step(reference: Reference) -> None:
+    steps = [("prompt_mean", ALL), ("sample_mean", ALL)]
+    for said in run_host_ranks(train_in_calls, 4, expected_of(reference, steps)):
+        split, mask = map(str, said)
+        assert "must be split over context-parallel ranks as declared, zigzag" in split
+        assert "mask sum of a sample must be" in mask
+
+
 # Refusals.
 
 
-def with_gather(iterator: Any, model: Any) -> Any:
+def with_sums(iterator: Any, model: Any) -> Any:
     losses, _ = packed_step(iterator, model)
-    return losses, TokenLoss(lambda x: x, torch.ones_like(losses), gather=lambda x: x)
+    return losses, SampleLoss(lambda sums, _: sums, lambda x: x, torch.ones_like(losses))
 
 
 def in_equal_parts(starts: Tensor, size: int, rank: int) -> CPLayout:
@@ -322,10 +451,10 @@ REFUSED: dict[str, tuple[str, Any, Any]] = {
         as_they_are,
         packed_step,
     ),
-    "HostError: TokenLoss(gather=) and SampleLoss(per_token=) need the same context-parallel": (
+    "HostError: SampleLoss(per_token=) needs the same context-parallel ranks for all": (
         "sum",
         as_they_are,
-        with_gather,
+        with_sums,
     ),
     "DataError: all ranks that hold a microbatch must give the same whole microbatch, got different": (
         "sum",

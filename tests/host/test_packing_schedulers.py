@@ -6,6 +6,7 @@ has them; no release does.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.launch.install import install
+from megatron_loss_agg.mcore import LossHook, with_ids
 from tests.host import gpt, gradients
-from tests.host.harness import EXACT, PP2, TP2, run_host_ranks
+from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
 from tests.host.reference import Gradient, references
-from tests.host.steps import LENGTHS, Sequence, aggregation, sequences, weights_of
+from tests.host.steps import LENGTHS, PROMPTS, Sequence, aggregation, sequences, weights_of
 from tests.host.test_dynamic_cp import ALL, MULTIPLE, losses_of
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
@@ -29,8 +31,10 @@ pytestmark = pytest.mark.skipif(
     reason="this Megatron has no dynamic context parallelism",
 )
 
-# Without ids of prompts and rollouts, which the wrapper drops.
-MODES = ("token_mean", "sample_mean", "sample_sum", "constant", "sum", "custom")
+MODES = (
+    *("token_mean", "sample_mean", "prompt_mean", "rollout_mean"),
+    *("sample_sum", "constant", "sum", "custom"),
+)
 DYNAMIC, BALANCED = "default_dynamic_cp", "dp_balanced"
 
 
@@ -47,7 +51,20 @@ def sample(sequence: Sequence) -> dict[str, Tensor]:
         "position_ids": torch.arange(length),
         "original_seq_len": torch.tensor([number], dtype=torch.int32),
         "padded_seq_len": torch.tensor([length], dtype=torch.int32),
+        "prompt_ids": torch.tensor([sequence.sample.prompt]),
+        "rollout_ids": torch.tensor([sequence.sample.rollout]),
     }
+
+
+def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As a data set of packs gives them, in a batch of one; with a place for a sample of no token."""
+    joined = {key: torch.cat([x[key] for x in samples]).unsqueeze(0) for key in samples[0]}
+    lengths = joined.pop("padded_seq_len")[0]
+    del joined["original_seq_len"]
+    offsets = torch.tensor([0, 0, *lengths.tolist()]).cumsum(0).int()
+    for key in ("prompt_ids", "rollout_ids"):
+        joined[key] = pad(joined[key], (1, 0), value=-1)
+    return {**joined, "cu_seqlens": offsets.unsqueeze(0)}
 
 
 def forward_step(iterator: Any, model: Any) -> Any:
@@ -76,49 +93,103 @@ def split_without_transformer_engine() -> None:
     data_schedule_utils.get_thd_partitioned_indices = index
 
 
+def configured(scheduler: str, per_rank: int) -> Any:
+    """A model without position embeddings, for packs of the scheduler."""
+    plain = gpt.build(per_token=True)
+    plain.position_embedding_type = "none"
+    # Later than the configuration's check of Transformer Engine's version.
+    plain.config.sequence_packing_scheduler = scheduler
+    plain.config.dynamic_context_parallel = scheduler == DYNAMIC
+    plain.config.max_seqlen_per_dp_cp_rank = per_rank
+    return plain
+
+
 def train(
     sizes: dict[str, int],
     scheduler: str,
     per_rank: int,
+    packs: bool,
     expected: dict[str, tuple[Gradient, float]],
 ) -> None:
     split_without_transformer_engine()
     is_dynamic = scheduler == DYNAMIC
     gpt.initialize(**sizes, **({"dynamic_context_parallel": True} if is_dynamic else {}))
-    plain = gpt.build(per_token=True)
-    plain.position_embedding_type = "none"
-    # Later than the configuration's check of Transformer Engine's version.
-    plain.config.sequence_packing_scheduler = scheduler
-    plain.config.dynamic_context_parallel = is_dynamic
-    plain.config.max_seqlen_per_dp_cp_rank = per_rank
+    plain = configured(scheduler, per_rank)
     model = gpt.data_parallel(plain)
     ranks = parallel_state.get_data_parallel_world_size()
     of_rank = [*range(len(LENGTHS))][gpt.data_rank() :: ranks]
+
+    def run(hook: LossHook, **options: Any) -> list[Any]:
+        samples = [sample(sequences()[i]) for i in of_rank]
+        items = [packed(samples)] if packs else [[x] for x in samples]
+        source = iter(items) if gpt.reads_data() else None
+        wrap = with_ids(data_schedule.wrap_data_iterator)
+        iterator, number, *_ = wrap(source, plain.config, len(items))
+        options["forward_step_func"] = forward_step
+        return gpt.run_step(hook, model, iterator, number, **options)
+
     for mode, (gradient, loss) in expected.items():
-        items = iter([[sample(sequences()[i])] for i in of_rank]) if gpt.reads_data() else None
-        iterator, number, *_ = data_schedule.wrap_data_iterator(items, plain.config, len(of_rank))
-        hook = LossHook(aggregation(mode), split="zigzag")
-        reports = gpt.run_step(hook, model, iterator, number, forward_step_func=forward_step)
+        hook = LossHook(aggregation(mode), split="zigzag", evaluates=True)
+        reports = run(hook)
         assert gradients.error(model, gradient) < EXACT, mode
+        evaluated = run(hook, forward_only=True)
         if parallel_state.is_pipeline_last_stage():
-            assert gpt.reported(reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+            for of_call in (reports, evaluated):
+                assert gpt.reported(of_call, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
 
 
 @pytest.mark.parametrize(
-    "ranks, sizes, scheduler, per_rank",
+    "ranks, sizes, scheduler, per_rank, packs",
     [
-        (4, {}, DYNAMIC, 8),
-        (8, {"cp": 2}, DYNAMIC, 8),
-        (4, TP2, DYNAMIC, 16),
-        (4, PP2, DYNAMIC, 16),
-        (4, {"cp": 2}, BALANCED, 16),
+        (4, {}, DYNAMIC, 8, False),
+        (8, {"cp": 2}, DYNAMIC, 8, False),
+        (4, TP2, DYNAMIC, 16, True),
+        (4, PP2, DYNAMIC, 16, False),
+        (4, {"cp": 2}, BALANCED, 16, True),
     ],
-    ids=["dp4", "dp4-cp2", "tp2-dp2", "pp2-dp2", "balanced-cp2"],
+    ids=["dp4", "dp4-cp2", "tp2-dp2-packs", "pp2-dp2", "balanced-cp2-packs"],
 )
 def test_packs_of_megatrons_schedulers_are_exact(
-    ranks: int, sizes: dict[str, int], scheduler: str, per_rank: int
+    ranks: int, sizes: dict[str, int], scheduler: str, per_rank: int, packs: bool
 ) -> None:
     reference = references(losses_of)[""]
     weights = {mode: weights_of(mode, ALL) for mode in MODES}
     expected = {mode: (reference.gradient(w), reference.loss(w)) for mode, w in weights.items()}
-    run_host_ranks(train, ranks, sizes, scheduler, per_rank, expected)
+    run_host_ranks(train, ranks, sizes, scheduler, per_rank, packs, expected)
+
+
+def pack_by_flags() -> dict[str, Any]:
+    """The ids in packs that Megatron's training loop gets, by the flags of the launcher."""
+    from megatron.training import training
+
+    gpt.initialize()
+    config = configured(BALANCED, 64).config
+    ids = {}
+    for flags in ("", "--loss-aggregation prompt_mean"):
+        sys.argv = ["script", *flags.split()]
+        uninstall = install(watch_exit=False)
+        items = [[sample(sequences()[i])] for i in range(4)]
+        iterator, number, *_ = training.wrap_data_iterator(iter(items), config, 4)
+        uninstall()
+        packs = [next(iterator) for _ in range(number)]
+        ids[flags] = [x["prompt_ids"].tolist() for x in packs if "prompt_ids" in x]
+    return ids
+
+
+def different_ids() -> list[str | None]:
+    """Items of which some lack a key, or have two values."""
+    gpt.initialize()
+    config = configured(BALANCED, 64).config
+    wrap = with_ids(data_schedule.wrap_data_iterator)
+    first, second = (sample(sequences()[i]) for i in range(2))
+    two = {**second, "prompt_ids": torch.tensor([1, 2])}
+    del second["prompt_ids"]
+    return [error_of(wrap, iter([[first], [x]]), config, 2) for x in (second, two)]
+
+
+def test_the_launcher_keeps_ids_and_bad_ones_are_refused() -> None:
+    (ids,) = run_host_ranks(pack_by_flags, 1)
+    assert ids == {"": [], "--loss-aggregation prompt_mean": [[*PROMPTS[:4]]]}
+    ((lacking, two),) = run_host_ranks(different_ids, 1)
+    assert "DataError: all samples of a step must have ids under the same keys" in str(lacking)
+    assert "DataError: the key 'prompt_ids' of a data set's item must have a value" in str(two)
