@@ -64,6 +64,7 @@ from megatron_loss_agg.mcore.forward_step import (
     ModelCalls,
     check_has_gradient,
     check_packing,
+    hooks,
     merged_reports,
     observed_calls,
     script_losses,
@@ -215,6 +216,7 @@ class LossHook:
         self._checked_functions: set[object] = set()  # see `checks.loss_function`
         # All splits that fit the tokens that were compared; None: nothing was.
         self._fitting_splits: set[str] | None = None
+        hooks.add(self)
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.

@@ -140,6 +140,19 @@ def test_without_a_hook_a_token_loss_sums_over_the_mask(name):
     assert torch.equal(losses.grad.flatten(), (mask.flatten() != 0).to(losses))
 
 
+@pytest.mark.filterwarnings("error")
+def test_training_without_the_hook_that_the_process_has_warns():
+    losses = HALF.expand(3).clone().requires_grad_()
+    stock = TokenLoss(lambda x: x, MASK)
+    stock(losses)
+    hook = LossHook(LossAggregation(mode="token_mean"))
+    stock(losses.detach())  # evaluates
+    with pytest.warns(UserWarning, match=r"there is a LossHook\. Call .* hook\.wrap\(get_"):
+        stock(losses)
+    del hook
+    stock(losses)
+
+
 def test_a_loss_is_named_by_its_preset():
     assert [*LossHook(LossAggregation.preset("verl/token-mean")).terms] == ["verl/token-mean"]
     assert [*LossHook(LossAggregation(mode="token_mean")).terms] == ["token_mean"]
