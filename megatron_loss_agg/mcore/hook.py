@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +67,7 @@ from megatron_loss_agg.mcore.forward_step import (
     check_packing,
     hooks,
     merged_reports,
+    name_of,
     observed_calls,
     script_losses,
 )
@@ -86,6 +88,9 @@ Plans = Mapping[str, StepPlan]
 """Of one step, by term."""
 Wrapper = Callable[["LossHook", Callable[..., Any]], Callable[..., Any]]
 """(the hook, Megatron's schedule) -> a schedule that does more."""
+
+_HOOK = "loss_hook"
+"""Attribute of a hooked schedule: its `LossHook`."""
 
 _ANOTHER_RANK_FAILED = (
     "another rank of the last pipeline stage failed while planning the step. Fix the error of that "
@@ -225,9 +230,11 @@ class LossHook:
             a function that takes the schedule's arguments, by keyword, and returns its result.
 
         Raises:
+            HostError: not a schedule of Megatron's, or one that has a hook already.
             AggregationError: when called.
         """
         schedule = stock(forward_backward)
+        _check_schedule(schedule)
         for wrapper in self._wrappers:
             schedule = wrapper(self, schedule)
         defaults = defaults_of(schedule)
@@ -240,6 +247,7 @@ class LossHook:
                 return self._run(schedule, arguments)
             return schedule(**arguments)
 
+        setattr(wrapped, _HOOK, self)  # wrappers by `functools.wraps` have it, too
         return wrapped
 
     @contextlib.contextmanager
@@ -681,6 +689,22 @@ def _reported(
         (name,) = names
         return report(losses[name], of_names[name])
     return report(losses, of_names)
+
+
+def _check_schedule(schedule: Callable[..., Any]) -> None:
+    """Raise HostError unless ``schedule`` is one of Megatron's, or calls one, and has no hook yet."""
+    if hasattr(schedule, _HOOK):
+        raise HostError(
+            "a schedule must have one hook, got one that is already hooked. Wrap what "
+            "get_forward_backward_func() returns, once, with all terms in that LossHook."
+        )
+    parameters = inspect.signature(schedule).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    if "forward_step_func" not in parameters and not takes_any:
+        raise HostError(
+            "hook.wrap must get a schedule, which takes forward_step_func, got "
+            f"{name_of(schedule)}. Call it: hook.wrap(get_forward_backward_func())."
+        )
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
