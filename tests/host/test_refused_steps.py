@@ -284,7 +284,9 @@ def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> No
     gpt.run_step(None, model, two_rows().data(gpt.data_rank()), N_MB, schedule=schedule)
 
 
-def wrapped_twice(hook: LossHook, model: Any, call: Call, by: Any = lambda schedule: schedule) -> None:
+def wrapped_twice(
+    hook: LossHook, model: Any, call: Call, by: Any = lambda schedule: schedule
+) -> None:
     LossHook(aggregation("sum")).wrap(by(hook.wrap(pipeline_parallel.get_forward_backward_func())))
 
 
