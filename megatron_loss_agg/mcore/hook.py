@@ -32,6 +32,7 @@ from megatron_loss_agg.mcore.batches import (
     with_holders,
 )
 from megatron_loss_agg.mcore.call import Call, defaults_of, innermost, stock
+from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.mcore.checks.loss_function import (
     StockLoss,
     check_stock_losses,
@@ -591,6 +592,7 @@ class LossHook:
             split = self.split if self._fitting_splits else f"{self.split} (not verified)"
             text = first_line(call, self.terms, plans, split, self._measured, self._settings)
             print(text, flush=True)
+            warn_of_restarting_ids(plans)
 
     def _compared_settings(self) -> dict[str, object]:
         return {
