@@ -711,4 +711,7 @@ def _check_schedule(schedule: Callable[..., Any]) -> None:
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one.")
+        raise OptionError(
+            f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one ({name}=, or "
+            f"--loss-aggregation-{name.replace('_', '-')})."
+        )
