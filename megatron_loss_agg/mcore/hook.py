@@ -153,7 +153,8 @@ class LossHook:
         settings: further settings that must be alike on every rank, which the log's first line says.
 
     Attributes:
-        terms: `Term` by name.
+        terms: `Term` by name; one with another multiplier may replace it between steps, alike on
+            every rank.
         split: the declared split, or ``zigzag``.
         reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
