@@ -62,7 +62,7 @@ def _install(command: list[str], cpu: bool) -> Effect:
     """Install the plugin for a script and its flags; with ``cpu``, Megatron runs without a GPU.
 
     Raises:
-        OptionError: there is no such script.
+        OptionError: there is no such script, or ``--cpu`` stands behind it.
         AggregationError: as `install`.
     """
     script, *script_args = command
@@ -77,6 +77,7 @@ def _install(command: list[str], cpu: bool) -> Effect:
     from megatron_loss_agg.launch.effect import Effect
     from megatron_loss_agg.launch.install import install
 
+    flags.check_place_of_cpu(Path(script), script_args)
     effect = Effect(script_args)
     prepare_parser = flags.add_arguments
     if cpu:

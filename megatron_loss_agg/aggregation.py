@@ -112,7 +112,10 @@ class LossAggregation:
         for name in ("empty", "rejected", "sample_weights"):
             value = getattr(self, name)
             if value not in ("count", "skip") and (value is not None or name == "empty"):
-                raise OptionError(f"{name} must be 'count' or 'skip', got {value!r}. Choose one.")
+                raise OptionError(
+                    f"{name} must be 'count' or 'skip', got {value!r}. Choose one ({name}=, or "
+                    f"--loss-aggregation-{name.replace('_', '-')})."
+                )
         self._check_count()
         self._check_levels()
         self._check_divisor()
@@ -330,7 +333,8 @@ def _known_modes(name: object) -> str:
     """Advice on an unknown mode."""
     if name in PRESETS:
         return f"It is a preset: write LossAggregation.preset({name!r})."
-    return f"{_did_you_mean(name, MODES)}Choose one of {', '.join(MODES)}."
+    hint = _did_you_mean(name, MODES)
+    return f"{hint}Choose one of {', '.join(MODES)} (mode=, or --loss-aggregation)."
 
 
 def _known_presets(name: str) -> str:
@@ -338,9 +342,9 @@ def _known_presets(name: str) -> str:
     system, _, of_system = name.partition("/")
     presets = presets_of(system)
     if not presets:
-        return f"Choose one of {', '.join(f'{x}/...' for x in SYSTEMS)}."
+        return f"Choose one of {', '.join(f'{x}/...' for x in SYSTEMS)} (--loss-aggregation)."
     hint = _did_you_mean(name, presets) if of_system else ""
-    return f"{hint}Choose one of {', '.join(presets)}."
+    return f"{hint}Choose one of {', '.join(presets)} (--loss-aggregation)."
 
 
 def _did_you_mean(name: object, known: Iterable[str]) -> str:

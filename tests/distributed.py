@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -92,6 +93,8 @@ def _server(preload: str) -> Connection:
 def _serve(line: Connection, preload: str) -> None:
     torch.set_num_threads(1)  # for the ranks too; and no thread may exist when they are forked
     importlib.import_module(preload)
+    gc.collect()
+    gc.freeze()  # ranks need not look through what was imported
     while True:
         try:
             job = pickle.loads(line.recv_bytes())

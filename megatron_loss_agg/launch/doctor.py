@@ -8,9 +8,13 @@ import importlib
 import itertools
 import json
 import logging
+import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +49,8 @@ def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Seq
     """
     ours = list(itertools.takewhile(lambda arg: arg != "--", argv))
     script_flags = argv[len(ours) + 1 :] if "--" in argv else None
+    if script_flags and script_flags[0] == "--cpu":  # as the launcher takes it
+        script_flags = script_flags[1:]
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
         usage="%(prog)s [-h] [--json] [--framework NAME] [-- FLAG ...]",
@@ -91,6 +97,7 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     if isinstance(core, ModuleType):
         yield check_release(core.__version__, _root(core))
         yield from _check_training(core, training)
+        yield from _check_data_helpers(core)
         yield _check_replacements()
     else:
         text = f"{_one_line(core)}. Run pip install megatron-core, or put a checkout on PYTHONPATH."
@@ -144,6 +151,26 @@ def _check_training(core: ModuleType, training: ModuleType | Exception) -> Itera
         yield Finding("WARN", name, text)
 
 
+def _check_data_helpers(core: ModuleType) -> Iterator[Finding]:
+    """The programs that a checkout lacks to build the C++ helpers of its data sets."""
+    folder = Path(str(core.__file__)).with_name("datasets")
+    built = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if built.exists() or not (folder / "Makefile").exists():  # wheels have them built
+        return
+    programs = ("make", os.environ.get("CXX", "g++"), "python3", "python3-config")
+    missing = [program for program in programs if shutil.which(program) is None]
+    pybind11 = ["python3", "-m", "pybind11", "--includes"]
+    if "python3" in missing or subprocess.run(pybind11, capture_output=True).returncode:
+        missing.append("pybind11")
+    if missing:
+        text = (
+            f"Megatron's scripts build them in {folder} when they start, and their first rank would end "
+            f"there without {', '.join(missing)}. Install a C++ compiler, make and Python's headers, "
+            "and run python3 -m pip install pybind11; loops of other programs may not need them."
+        )
+        yield Finding("WARN", "data set helpers", text)
+
+
 def _check_replacements() -> Finding:
     name = "launcher"
     try:
@@ -164,6 +191,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
         return Finding("FAIL", "flags", text)
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
     try:
+        if not script.startswith("-"):
+            flags.check_place_of_cpu(Path(script), script_flags)
         if has_training:
             from megatron.training.arguments import add_megatron_arguments
 
@@ -182,7 +211,7 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
     if not has_training:
         text = f"{loss}; without megatron.training, Megatron's own flags are not checked"
         return Finding("WARN", "flags", text)
-    unknown = [flag for flag in unknown if flag.startswith("--") and flag != "--cpu"]
+    unknown = [flag for flag in unknown if flag.startswith("--")]
     if unknown:
         text = f"{loss}; Megatron has no {', '.join(unknown)}: right only if the script adds them"
         return Finding("WARN", "flags", text)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
@@ -288,6 +290,15 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 f"{', '.join(names)}."
             )
     return vars(values), others
+
+
+def check_place_of_cpu(script: Path, arguments: Sequence[str]) -> None:
+    """Raise OptionError for ``--cpu`` among the arguments of a script that has no such flag."""
+    is_of_script = re.search("""["']--cpu["']""", script.read_text(errors="replace"))
+    if "--cpu" in arguments and not is_of_script:
+        raise OptionError(
+            f"--cpu must stand before the script, got it behind {script}. Write --cpu {script} ..."
+        )
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:

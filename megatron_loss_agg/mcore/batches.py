@@ -221,7 +221,8 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     microbatch has ``cu_seqlens`` of 0 alone and no samples, whatever its ``cu_seqlens_padded``.
 
     Args:
-        units: whose keys ``<unit>_ids`` are read for ``ids``.
+        units: whose keys ``<unit>_ids`` a batch with samples must have; of other names than the
+            fields of `Microbatch` they are read for ``ids``.
 
     Raises:
         DataError: a key is missing, or has a wrong type or shape.
@@ -236,7 +237,11 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     by_sample: dict[str, Any] = {
         name: _vector(batch[name]) for name in BY_SAMPLE if batch.get(name) is not None
     }
-    ids = {unit: _vector(_ids_of(batch, unit)) for unit in units}
+    ids = {
+        unit: _vector(batch[f"{unit}_ids"])
+        for unit in units
+        if unit not in BY_ID and batch.get(f"{unit}_ids") is not None
+    }
     sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
     offsets: dict[str, Any] = pack_offsets(batch, whole_mask, sample_counts)
     if "dataset_ids" not in by_sample and holds_integers(batch.get("dataset_id")):
@@ -245,7 +250,15 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
     inputs = model_inputs_of(batch, mask)
-    return Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
+    microbatch = Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
+    missing = [f"{unit}_ids" for unit in units if microbatch.ids_of(unit) is None]
+    if missing and microbatch.num_samples:
+        raise DataError(
+            f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
+            f"{_keys(batch)}. Add that key, or choose another mode or levels (--loss-aggregation, "
+            "--loss-aggregation-levels)."
+        )
+    return microbatch
 
 
 def _keys(batch: Any) -> str:
@@ -255,13 +268,15 @@ def _keys(batch: Any) -> str:
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     """``read``; if it is `read_batch`, also with ``units``, with the keys of ids that ``terms`` need.
 
+    But those of data sets, which batches of evaluations may lack; see `with_dataset_ids`.
+
     Raises:
         OptionError: a unit whose key has ids of tokens.
     """
     if getattr(read, "func", read) is not read_batch:
         return read
     units_of_reader = getattr(read, "keywords", {}).get("units", ())  # for a custom function
-    units = {*units_of_reader, *units_by_id(terms)} - {*BY_ID}
+    units = {*units_of_reader, *units_by_id(terms)} - {"dataset"}
     if of_tokens := sorted(units & {"input", "position"}):
         raise OptionError(
             f"levels must have ids of samples, got {of_tokens}, whose batch keys are of tokens. Choose "
@@ -339,18 +354,6 @@ def _with_one_dataset(microbatch: Microbatch) -> Microbatch:
 
 def _vector(x: Any) -> Any:
     return x.reshape(-1) if isinstance(x, Tensor) else x
-
-
-def _ids_of(batch: Mapping[str, Any], unit: Unit) -> Any:
-    key = f"{unit}_ids"
-    if batch.get(key) is None:
-        keys = {*map(str, batch)} - {*_IDS_OF_TOKENS}
-        present = sorted(x for x in keys if x.endswith("_ids"))
-        raise DataError(
-            f"the batch must have {key!r}, one id for each sample, since --loss-aggregation-levels "
-            f"names it, got {present}. Add the key, or choose other levels."
-        )
-    return batch[key]
 
 
 def _dataset_ids(dataset_id: Tensor, mask: Tensor, offsets: Mapping[str, Tensor]) -> Tensor:

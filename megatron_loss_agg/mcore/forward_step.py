@@ -6,10 +6,12 @@ import contextlib
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,6 +35,9 @@ Losses = Tensor | Mapping[str, Tensor]
 """Of one term, or by the names of several."""
 Report = Callable[[Any, Any], Mapping[str, Any]]
 
+hooks: WeakSet[Any] = WeakSet()
+"""Every `LossHook` of this process."""
+
 
 class TokenLoss:
     """A loss function for losses of tokens that leaves their reduction to the hook.
@@ -46,7 +51,8 @@ class TokenLoss:
     by term. The hook calls ``compute`` once, in the schedule's gradient mode.
 
     Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
-    the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs.
+    the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs. If the process
+    has a `LossHook`, training in this way warns: the schedule was not wrapped.
 
     Args:
         compute: model output -> losses in the shape of ``loss_mask``, neither masked nor divided; a
@@ -91,6 +97,12 @@ class TokenLoss:
         if isinstance(losses, Mapping):
             raise _needs_hook("a TokenLoss of several terms")
         check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
+        if hooks and losses.requires_grad:
+            warnings.warn(
+                "a TokenLoss is trained as Megatron averages it, although there is a LossHook. Call the "
+                "schedule that hook.wrap(get_forward_backward_func()) returns.",
+                stacklevel=2,
+            )
         mask = _constant(self.loss_mask).reshape(-1)
         total = weighted_sum(mask, losses.reshape(-1).to(at_least_fp32(losses.dtype)))
         return total, mask.sum().to(torch.int), report

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_loss_agg.mcore.batches import (
     with_holders,
 )
 from megatron_loss_agg.mcore.call import Call, defaults_of, innermost, stock
+from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.mcore.checks.loss_function import (
     StockLoss,
     check_stock_losses,
@@ -64,7 +66,9 @@ from megatron_loss_agg.mcore.forward_step import (
     ModelCalls,
     check_has_gradient,
     check_packing,
+    hooks,
     merged_reports,
+    name_of,
     observed_calls,
     script_losses,
 )
@@ -85,6 +89,9 @@ Plans = Mapping[str, StepPlan]
 """Of one step, by term."""
 Wrapper = Callable[["LossHook", Callable[..., Any]], Callable[..., Any]]
 """(the hook, Megatron's schedule) -> a schedule that does more."""
+
+_HOOK = "loss_hook"
+"""Attribute of a hooked schedule: its `LossHook`."""
 
 _ANOTHER_RANK_FAILED = (
     "another rank of the last pipeline stage failed while planning the step. Fix the error of that "
@@ -146,7 +153,8 @@ class LossHook:
         settings: further settings that must be alike on every rank, which the log's first line says.
 
     Attributes:
-        terms: `Term` by name.
+        terms: `Term` by name; one with another multiplier may replace it between steps, alike on
+            every rank.
         split: the declared split, or ``zigzag``.
         reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
@@ -215,6 +223,7 @@ class LossHook:
         self._checked_functions: set[object] = set()  # see `checks.loss_function`
         # All splits that fit the tokens that were compared; None: nothing was.
         self._fitting_splits: set[str] | None = None
+        hooks.add(self)
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
@@ -223,9 +232,11 @@ class LossHook:
             a function that takes the schedule's arguments, by keyword, and returns its result.
 
         Raises:
+            HostError: not a schedule of Megatron's, or one that has a hook already.
             AggregationError: when called.
         """
         schedule = stock(forward_backward)
+        _check_schedule(schedule)
         for wrapper in self._wrappers:
             schedule = wrapper(self, schedule)
         defaults = defaults_of(schedule)
@@ -238,6 +249,7 @@ class LossHook:
                 return self._run(schedule, arguments)
             return schedule(**arguments)
 
+        setattr(wrapped, _HOOK, self)  # wrappers by `functools.wraps` have it, too
         return wrapped
 
     @contextlib.contextmanager
@@ -580,6 +592,7 @@ class LossHook:
             split = self.split if self._fitting_splits else f"{self.split} (not verified)"
             text = first_line(call, self.terms, plans, split, self._measured, self._settings)
             print(text, flush=True)
+            warn_of_restarting_ids(plans)
 
     def _compared_settings(self) -> dict[str, object]:
         return {
@@ -687,6 +700,25 @@ def _reported(
     return report(losses, of_names)
 
 
+def _check_schedule(schedule: Callable[..., Any]) -> None:
+    """Raise HostError unless ``schedule`` is one of Megatron's, or calls one, and has no hook yet."""
+    if hasattr(schedule, _HOOK):
+        raise HostError(
+            "a schedule must have one hook, got one that is already hooked. Wrap what "
+            "get_forward_backward_func() returns, once, with all terms in that LossHook."
+        )
+    parameters = inspect.signature(schedule).parameters
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+    if "forward_step_func" not in parameters and not takes_any:
+        raise HostError(
+            "hook.wrap must get a schedule, which takes forward_step_func, got "
+            f"{name_of(schedule)}. Call it: hook.wrap(get_forward_backward_func())."
+        )
+
+
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise OptionError(f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one.")
+        raise OptionError(
+            f"{name} must be one of {', '.join(choices)}, got {value!r}. Choose one ({name}=, or "
+            f"--loss-aggregation-{name.replace('_', '-')})."
+        )

@@ -175,6 +175,23 @@ def test_losses_by_sample_are_samples_of_one_token():
     assert bool(plan.microbatches[0].sequences.loss_mask.all())
 
 
+def test_fill_rows_beside_rows_that_are_empty_are_left_out_as_rejected_ones():
+    # An answer of two tokens, one without any, which counts; and two rows that even out ranks.
+    mask = torch.tensor([[1.0, 1], [0, 0], [0, 0], [0, 0]])
+    fill = torch.tensor([False, False, True, True])
+
+    def weight(**options: str) -> float:
+        step = Microbatch(mask, rejected=fill if "rejected" in options else None)
+        plan = StepPlan.build(aggregation("sample_mean", **options), [step])
+        return float(plan.weights(0, F64)[0, 0])
+
+    # Of two samples, the one of two tokens: 1 / (2 * 2).
+    assert weight(rejected="skip") == 1 / 4
+    # Counted as samples, fill halves the loss; without all that is empty it is twice as large.
+    assert weight() == weight(rejected="count") == 1 / 8
+    assert weight(empty="skip") == 1 / 2
+
+
 SUMS = [2.0, 3.0, 1.5]
 FORMS: list[Any] = [SUMS, (*SUMS,), torch.tensor(SUMS), torch.tensor(SUMS).numpy()]
 FORMS += [[torch.tensor(x) for x in SUMS]]

@@ -124,14 +124,16 @@ WITHOUT_MASK: list[tuple[Any, str]] = [
 ]
 MISSPELT = {"": Term(aggregation("nested_mean", levels=("prompt", "sesion", "sample")))}
 OF_SESSIONS = {"loss_mask": TOKENS, "session_ids": IDS, "position_ids": IDS.repeat(8, 1).T}
+OF_SESSIONS["prompt_id"] = IDS
 REFUSED: list[tuple[Callable[[Any], Any], Any, str]] = [
     *((plan, *row) for row in OFFSETS),
     *((read_batch, *row) for row in WITHOUT_MASK),
-    # It says which levels there are, and positions are none.
+    # A misspelt key is among those that there are.
     (
         reader_for(read_batch, MISSPELT),
         OF_SESSIONS,
-        r"^the batch must have 'sesion_ids', .*--loss-aggregation-levels .*, got \['session_ids'\]",
+        r"^a batch must have 'prompt_ids' and 'sesion_ids', .*, got the keys \['loss_mask', "
+        r"'position_ids', 'prompt_id', 'session_ids'\]. Add .*--loss-aggregation-levels",
     ),
 ]
 
@@ -201,6 +203,11 @@ def test_keys_of_ids_are_those_of_the_levels() -> None:
     # For a custom function, which may need others.
     asked = functools.partial(read_batch, units=["turn"])
     assert reader_for(asked, levels)(batch).ids.keys() == {"task", "session", "turn"}
+    # A dummy microbatch has no samples; and evaluations may lack data sets.
+    dummy = {"loss_mask": torch.zeros(1, 4), "cu_seqlens": torch.zeros(1, 2, dtype=torch.int64)}
+    assert reader_for(read_batch, levels)(dummy).num_samples == 0
+    by_dataset = {"loss": Term(aggregation("dataset_mean"))}
+    assert reader_for(read_batch, by_dataset)({"loss_mask": TOKENS}).dataset_ids is None
     # A reader of one's own reads what it wants.
     assert reader_for(len, levels) is len
 

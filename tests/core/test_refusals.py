@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,6 +28,7 @@ from megatron_loss_agg import (
 )
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore import Extension, LossHook, SampleLoss, TokenLoss
+from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.report import Max, Mean, reduce_reports
 from tests.core.meaning import F64, aggregation
 
@@ -516,6 +519,34 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
 @pytest.mark.parametrize(("error", "text", "call"), CALLS, ids=[text for _, text, _ in CALLS])
 def test_a_wrong_call_is_named(error, text, call):
     refusal(call, error, text)
+
+
+# Prompt ids of microbatches, and whether they seem to begin anew in each.
+IDS = [
+    ([[0, 0, 1], [0, 1], [1, 0]], True),
+    ([[0], [], [0]], True),
+    ([[0, 1], [0, 2]], False),
+    ([[0, 1], [0]], False),
+    ([[1, 2], [1, 2]], False),  # of a step that began before
+    ([[0, 1]], False),
+]
+
+
+@pytest.mark.parametrize(("ids", "restarts"), IDS)
+def test_ids_that_restart_in_every_microbatch_warn(ids, restarts):
+    step = [Microbatch(torch.ones(len(x), 2), prompt_ids=tensor(x, dtype=torch.int64)) for x in ids]
+    plans = StepPlan.build_terms({"a": MEAN, "b": PROMPT_MEAN}, step)
+    others = StepPlan.build_terms({"a": MEAN}, step)  # do not look at ids
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for x in (plans, others):
+            warn_of_restarting_ids(x)
+    assert len(found) == restarts
+    for warning in found:
+        text = (
+            rf"^all [23] microbatches of the step have the same prompt_ids, 0 to {max(ids[0])}, and"
+        )
+        assert re.match(text, str(warning.message))
 
 
 OUT_OF_FP32 = [  # arguments of an aggregation, mask, sample weights, and what coefficients are

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,7 @@ import torch.distributed as dist
 from megatron_loss_agg.launch.flags import VARIABLE
 from tests.frameworks.harness import attempt, page
 from tests.frameworks.report import ROLLOUTS, STEPS, flags
-from tests.host.harness import run_host_ranks
-from tests.launch.processes import run_afresh
+from tests.host.harness import error_of, run_host_ranks
 from tests.oracle import Sample, step_weights
 
 OFF = """
@@ -237,19 +237,21 @@ def test_convert_refuses_what_would_be_another_sum() -> None:
         assert re.match(pattern, error), error
 
 
+def error_of_import(framework: str, folder: Path) -> str | None:
+    """Of the adapter, where ``folder`` has the framework."""
+    sys.path.insert(0, str(folder))
+    return error_of(importlib.import_module, f"megatron_loss_agg.frameworks.{framework}")
+
+
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_an_older_framework_is_refused_at_import(framework: str, tmp_path: Path) -> None:
     utils = tmp_path / framework / "utils"
     utils.mkdir(parents=True)
     (utils / "__init__.py").touch()
-    code = (
-        "import sys, tests.host.preload; sys.path.insert(0, sys.argv[1]); "
-        f"import megatron_loss_agg.frameworks.{framework}"
-    )
-    done = run_afresh("-W", "ignore", "-c", code, str(tmp_path))
-    assert re.search(rf"HostError: {framework} must be of commit \w+ .* or later", done.stderr)
+    (error,) = run_host_ranks(error_of_import, 1, framework, tmp_path)
+    assert re.match(rf"HostError: {framework} must be of commit \w+ .* or later", str(error))
     (utils / "dp_schedule.py").touch()
-    assert run_afresh("-W", "ignore", "-c", code, str(tmp_path)).returncode == 0
+    assert run_host_ranks(error_of_import, 1, framework, tmp_path) == [None]
 
 
 def settings() -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import warnings
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,10 +18,11 @@ from megatron_loss_agg import LossAggregation, Term
 from megatron_loss_agg.mcore import LossHook
 from tests.core.operations import WAITS, Operations
 from tests.host import gpt, pipeline_parallel
-from tests.host.cases import Case, models_of, take
+from tests.host.cases import Batch, Case, models_of, take
 from tests.host.harness import TOPOLOGIES, on_ranks_of
+from tests.host.refusals import two_rows
 from tests.host.scripts import of_terms
-from tests.host.steps import PLACES, aggregation, batch_of, sequences
+from tests.host.steps import PLACES, SHORT, aggregation, batch_of, sequences
 
 FEW, MANY = 2, 12  # samples a microbatch
 NAMES = ("policy", "kl", "entropy", "value", "distillation")
@@ -140,3 +143,18 @@ def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
     )
     first = dist.get_world_size() // 2 if name == "pp2" else 0  # of the last stage
     assert output.getvalue() == (line if dist.get_rank() == first else "")
+
+
+def from_zero(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    return {**batch, "prompt_ids": torch.arange(len(of_mb))}
+
+
+@on_ranks_of("dp2", "pp2")
+def test_one_rank_warns_once_of_ids_that_restart(name: str) -> None:
+    case = two_rows(batch=from_zero, places=SHORT[: 1 + (name == "dp2")], times=2)
+    chunks = models_of(TOPOLOGIES[name])(case)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        take(case, TOPOLOGIES[name], chunks)
+    is_told = dist.get_rank() == (1 if name == "pp2" else 0)
+    assert sum("have the same prompt_ids, 0 to 1" in str(x.message) for x in found) == is_told

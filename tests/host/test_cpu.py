@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout
 from tests.host import gpt
-from tests.host.harness import error_of, on_ranks_of, run_host_ranks
+from tests.host.harness import MOE, error_of, on_ranks_of, run_host_ranks
 from tests.host.refusals import assert_says
+from tests.host.steps import sequences
 
 
 def test_nothing_changes_before_enable() -> None:
@@ -142,6 +143,27 @@ def test_attention_that_is_not_causal_or_masked_by_the_data_is_megatrons(
     for of_rank in run_host_ranks(compared, ranks, cp):
         for got, wanted in of_rank:
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-13)
+
+
+@on_ranks_of("dp1")
+def test_experts_with_biases_have_the_gradient_of_their_loss(name: str) -> None:
+    model = gpt.build(**MOE | {"add_bias_linear": True})
+
+    def loss() -> Tensor:
+        return gpt.plain_losses(model, sequences()[0]).sum()
+
+    loss().backward()
+    biases = [x for key, x in model.named_parameters() if key.endswith("linear_fc2.bias")]
+    slopes, gradients = [], []
+    for bias in biases:
+        gradients.append(0.0 if bias.grad is None else float(bias.grad[0]))
+        around = []
+        for moved in (1e-5, -2e-5, 1e-5):
+            bias.data[0] += moved
+            around.append(float(loss().detach()))
+        slopes.append((around[0] - around[1]) / 2e-5)
+    assert len(biases) == 8 and any(gradients)
+    assert gradients == pytest.approx(slopes, rel=1e-6, abs=1e-8)
 
 
 UNCOVERED = (

@@ -202,8 +202,8 @@ def refused(step: Any, says: str = "", cp: bool = False, **more: Any) -> Refusal
 
 UNMASKED = partial(with_labels, loss_mask=None)
 NOT_SHIFTED = (
-    "HostError: must shift the batch's loss mask by each depth of MTP ... loss_mask= ... padded "
-    "offsets as cu_seqlens_q ... (aggregate_mtp)"
+    "HostError: must shift the batch's loss mask by each depth of MTP ... loss_mask= ... for packs "
+    "with the padded offsets, not the real ones, as cu_seqlens_q ... (aggregate_mtp)"
 )
 ROWS = {
     "without layers": refused(

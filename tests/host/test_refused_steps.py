@@ -5,6 +5,7 @@ No rank waits for one that failed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ BATCHES = {
         "dp1",
     ),
     "no prompts": Refusal(
-        "DataError: mode 'prompt_mean' groups by prompt ... the batch key 'prompt_ids'",
+        "DataError: a batch must have 'prompt_ids', an id for each sample, got the keys ['labels', 'lo",
         two_rows(batch=partial(without, key="prompt_ids")),
     ),
     "no weights of samples": Refusal(
@@ -283,6 +284,21 @@ def without_a_number(hook: LossHook, model: Any, call: Call, **bound: int) -> No
     gpt.run_step(None, model, two_rows().data(gpt.data_rank()), N_MB, schedule=schedule)
 
 
+def wrapped_twice(
+    hook: LossHook, model: Any, call: Call, by: Any = lambda schedule: schedule
+) -> None:
+    LossHook(aggregation("sum")).wrap(by(hook.wrap(pipeline_parallel.get_forward_backward_func())))
+
+
+def decorated(schedule: Any) -> Any:
+    """A schedule that a loop of its own has around Megatron's."""
+    return functools.wraps(schedule)(lambda **arguments: schedule(**arguments))
+
+
+def wrapped_getter(hook: LossHook, model: Any, call: Call) -> None:
+    hook.wrap(pipeline_parallel.get_forward_backward_func)
+
+
 def with_config(hook: LossHook, model: Any, call: Call, **config: Any) -> None:
     """A call of a model whose configuration has changed."""
     with mock.patch.dict(vars(model.config), config):
@@ -302,6 +318,9 @@ OFF = {
     f"{name}_context_parallel": f"HostError: --{name}-context-parallel needs --calculate-per-token"
     for name in ("hybrid", "dynamic")
 }
+ALREADY_HOOKED = (
+    "HostError: a schedule must have one hook, got one that is already hooked. Wrap what"
+)
 SETTINGS = {
     "fewer losses than microbatches": Refusal(
         "HostError: the schedule must compute one loss for each of the 2 microbatches, got 1",
@@ -310,6 +329,14 @@ SETTINGS = {
     "no number of microbatches": Refusal(
         "HostError: the schedule needs Megatron's arguments by keyword, got none for num_microbatches",
         two_rows(run=without_a_number),
+    ),
+    "a schedule with a hook": Refusal(ALREADY_HOOKED, two_rows(run=wrapped_twice)),
+    "a decorated schedule with a hook": Refusal(
+        ALREADY_HOOKED, two_rows(run=partial(wrapped_twice, by=decorated))
+    ),
+    "what makes the schedule": Refusal(
+        "HostError: hook.wrap must get a schedule ... got get_forward_backward_func. Call it: hook.wr",
+        two_rows(run=wrapped_getter),
     ),
     "groups of no module": Refusal(
         "HostError: pg_collection must have the groups ... got a SimpleNamespace without dp, cp, tp",

@@ -26,7 +26,7 @@ from tests.host import gpt, parallel_state
 from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
 from tests.host.refusals import Refusal, assert_told
-from tests.host.steps import EMPTY, LENGTHS
+from tests.host.steps import EMPTY, LENGTHS, PLACES
 
 SAMPLES = (20, 4, 40)  # all can be split into 2 * cp chunks; every split has other parts of them
 TOKENS = sum(SAMPLES)
@@ -476,6 +476,13 @@ def read_rows(iterator: Any, number: int) -> list[Microbatch]:
     return [Microbatch(rows()["loss_mask"])] * number
 
 
+def with_ids_of_rank(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """Every sample is a prompt of its own on the second rank."""
+    ids = batch["prompt_ids"]
+    return {**batch, "prompt_ids": torch.arange(len(ids)) if dist.get_rank() else ids}
+
+
+OTHER_IDS = Case(places=PLACES[1], batch=with_ids_of_rank)
 BLIND = {"kind": "blind gather"}
 UNVERIFIED = "the split of microbatch 0 must be verified ... --loss-aggregation-split {"
 SAME = "every context-parallel rank must have its own part of the tokens of microbatch 0"
@@ -558,9 +565,19 @@ OF_PARTS = {
     "positions alone": on_two_ranks(tokens=lambda x: gpt.positions_like(x)),
     "a token less on one rank": on_two_ranks(f"DataError: {MASK}", mask=without_a_token),
     "other samples on each rank": on_two_ranks(
-        "DataError: all context-parallel ranks must read the same batches, got different samples",
+        "DataError: all context-parallel ranks must read the same batches, got different offsets. Sp",
         rows=1,
         reads=pack_of_rank,
+    ),
+    "other ids on each rank": Refusal(
+        "DataError: all context-parallel ranks must read the same batches, got different ids or weig",
+        OTHER_IDS,
+        "cp2",
+    ),
+    "other ids on each rank in a later step": Refusal(
+        "DataError: the weights of microbatch 0 must add up to ... the same ids, sample_weights",
+        dataclasses.replace(OTHER_IDS, after=dataclasses.replace(OTHER_IDS, batch=None)),
+        "cp2",
     ),
 }
 

@@ -7,6 +7,7 @@ fewer. Metrics are those of the gathered step.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -21,7 +22,7 @@ from megatron_loss_agg.mcore import LossHook, TokenLoss
 from megatron_loss_agg.report import Max, Mean, Min, Sum
 from tests import oracle
 from tests.host import gpt, gradients, parallel_state
-from tests.host.cases import Batch, Case, Expected, assert_exact, covering, run
+from tests.host.cases import Batch, Call, Case, Expected, assert_exact, covering, run
 from tests.host.harness import TOPOLOGIES, build_chunks, error_of, on_ranks_of
 from tests.host.reference import gradient_of_sum, reference
 from tests.host.refusals import Refusal, assert_says, assert_told
@@ -84,7 +85,7 @@ def expected(case: Case, model: str) -> Expected:
     reports = {"mean": x.mean(), "max": x.max(), "min": x.min()}
     reports["large"] = (x > LARGE).double().mean()
     total, parts = 0.0, []
-    for name, term in TERMS.items():
+    for name, term in (case.terms or TERMS).items():
         function, slope = FUNCTIONS[name]
         weights = weights_of(term.aggregation.mode, case.places)
         by_sample = [(i, torch.tensor(w, dtype=torch.float64)) for i, w in weights]
@@ -127,6 +128,35 @@ def test_an_evaluation_may_lack_terms() -> None:
     assert_exact(TOPOLOGIES["dp2"], [case], of_some)
     for rank in run(TOPOLOGIES["dp2"], [case], [reference().gradient([(0, [0.0] * 24)])])[case]:
         assert rank.reports.keys() == {f"{name} loss" for name in names}  # and no "loss"
+
+
+def with_kl(multiplier: float) -> dict[str, Term]:
+    return {**TERMS, "kl": dataclasses.replace(TERMS["kl"], multiplier=multiplier)}
+
+
+def repeated(batches: Any) -> Any:
+    return itertools.cycle([*batches])
+
+
+def adapted(hook: LossHook, model: Any, call: Call, by_rank: tuple[float, ...]) -> Any:
+    """Two steps, the second with another multiplier, as a loop that controls the KL sets it."""
+    call(1)
+    hook.terms["kl"] = with_kl(by_rank[gpt.data_rank()])["kl"]
+    return call(1)
+
+
+def adapted_case(*by_rank: float) -> Case:
+    way: Any = {"run": partial(adapted, by_rank=by_rank), "iterator": repeated}
+    return Case("", terms=TERMS, places=STEPS[2][0], step=forward_step, **way)
+
+
+def test_a_multiplier_may_change_between_steps() -> None:
+    case = adapted_case(0.7, 0.7)
+
+    def after_the_change(case: Case) -> Expected:
+        return expected(dataclasses.replace(case, terms=with_kl(0.7)), "dense")
+
+    assert_exact(TOPOLOGIES["dp2"], [case], after_the_change)
 
 
 # The losses of the second one are NaN, and only logged.
@@ -197,6 +227,10 @@ ROWS = {
         f"{OF_TERMS} ['token_mean'], got ['entropy', 'kl', 'policy', 'value']",
         dict,
         aggregation("token_mean"),
+    ),
+    "another multiplier on one rank, in a later step": Refusal(
+        "OptionError: all ranks must have the same aggregations, got ... 0.7 * kl ... 0.8 * kl",
+        adapted_case(0.7, 0.8),
     ),
     "one of one": misfit("", KL, aggregation("token_mean")),
     "taken name": misfit(

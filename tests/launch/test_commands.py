@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from pathlib import Path
+
+import pytest
 
 from megatron_loss_agg.launch.doctor import check_release  # of any release
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -88,6 +91,10 @@ BAD_STARTS = {
         "OptionError: ['position'] ... of tokens ... @-batch"
     ),
     "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch must be module:name of a function",
+    "--cpu SCRIPT @ sum --cpu": (
+        "OptionError: --cpu must stand before the script, got it behind examples/pretrain_gpt.py. Write "
+        "--cpu examples/pretrain_gpt.py ..."
+    ),
 }
 USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
 
@@ -99,6 +106,8 @@ def test_a_bad_start_ends_with_one_line_before_megatron_is_imported() -> None:
         assert (found.code, found.said) == (2, "")
         assert line.startswith("megatron_loss_agg: ")
         assert_says(line.removeprefix("megatron_loss_agg: "), says.replace("@", FLAG))
+        # It says which flag to change.
+        assert FLAG in line or "--cpu must" in line or "SCRIPT must be a file" in line
 
 
 def test_a_start_without_a_script_shows_the_usage() -> None:
@@ -116,6 +125,8 @@ DOCTOR = {
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
         "the batches must have prompt_ids"
     ),
+    f"--cpu examples/pretrain_gpt.py --num-layers 2 {MODE}": "OK: prompt_mean",
+    f"examples/pretrain_gpt.py --cpu {MODE}": "FAIL: OptionError: --cpu must stand before the script",
     f"nosuch.py {MODE}": "FAIL: SCRIPT must be a file, got 'nosuch.py'. Give a training script",
     "--num-layers 2": "WARN: without @ the plugin does nothing. Add @ MODE.",
     f"--my-own-flag {MODE}": (
@@ -173,19 +184,45 @@ def test_a_release_is_judged_by_its_number() -> None:
     assert all(x.text.startswith(f"{version} in /opt/megatron") for version, x in found.items())
 
 
-def test_the_checkout_of_a_script_is_examined(tmp_path: Path) -> None:
+def test_the_checkout_of_a_script_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though it is not on PYTHONPATH: the script's own folder comes first when it runs."""
     for name, source in {
         "megatron/core/__init__.py": "__version__ = '0.12.3'",
+        "megatron/core/datasets/Makefile": "",
         "megatron/training/__init__.py": "import nowhere_to_be_found",
         "pretrain_gpt.py": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     line = f"doctor -- {tmp_path / 'pretrain_gpt.py'} @ token_mean"
-    (found,) = run_ranks(answer, 1, line, initialized=False)
-    assert found.code == 1
-    lines = {line.split()[1]: line for line in found.said.splitlines()}
+
+    def lines_of_doctor() -> dict[str, str]:
+        (found,) = run_ranks(answer, 1, line, initialized=False)
+        assert found.code == 1
+        return {line[6:24].strip(): line for line in found.said.splitlines()}
+
+    # Of a checkout whose data set helpers are to be built: all programs, none, all but pybind11.
+    of_python = {"all": "exit 0", "none": None, "no pybind11": "exit 1"}
+    helpers = {}
+    monkeypatch.delenv("CXX", raising=False)
+    for name, python in of_python.items():
+        programs = tmp_path / name
+        programs.mkdir()
+        for program in ("make", "g++", "python3", "python3-config") if python else ():
+            (programs / program).write_text(f"#!/bin/sh\n{python}\n")
+            (programs / program).chmod(0o755)
+        monkeypatch.setenv("PATH", str(programs))
+        lines = lines_of_doctor()
+        helpers[name] = lines.get("data set helpers", "")
+    assert helpers["all"] == ""
+    assert "without make, g++, python3, python3-config, pybind11. Install" in helpers["none"]
+    assert "end there without pybind11. Install" in helpers["no pybind11"]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    (tmp_path / f"megatron/core/datasets/helpers_cpp{suffix}").touch()
+    assert "data set helpers" not in lines_of_doctor()
+
     said = f"0.12.3 in {tmp_path} scales losses in another way than 0.13 and later. Install 0.14"
     assert said in lines["megatron-core"]
     assert "No module named 'nowhere_to_be_found'" in lines["megatron.training"]

@@ -85,13 +85,24 @@ def check_mask_sums(
             for planned, size in _planned_sums(plan, i, name):
                 total = next(remaining)
                 if not abs(total - planned) <= _allowed(name, planned, size):  # NaN is not
-                    raise DataError(
-                        "the loss function's mask must be this rank's part of the batch's "
-                        f"'loss_mask': in microbatch {i} its {name} must be {planned:g}, got "
-                        f"{total:g}. Leave the mask undivided (and fractions in fp32), split it as "
-                        "declared (--loss-aggregation-split, LossHook(split=)), or give the final mask: "
-                        f"{HOW_TO_READ}."
-                    )
+                    raise _wrong_sum(call, i, name, planned, total)
+
+
+def _wrong_sum(call: Call, i: int, name: str, planned: float, total: float) -> DataError:
+    ranks = dist.get_world_size(call.groups.comparing)
+    if name == "sum of weights" and ranks > 1:  # though the mask has the planned sum
+        return DataError(
+            f"the weights of microbatch {i} must add up to {planned:g} over its context-parallel ranks, "
+            f"got {total:g}. Give all of them the same ids, sample_weights and rejected, and each its "
+            "part of the batch's 'loss_mask', split as declared (--loss-aggregation-split, "
+            "LossHook(split=))."
+        )
+    return DataError(
+        "the loss function's mask must be this rank's part of the batch's 'loss_mask': in microbatch "
+        f"{i} its {name} must be {planned:g}, got {total:g}. Leave the mask undivided (and fractions "
+        "in fp32), split it as declared (--loss-aggregation-split, LossHook(split=)), or give the final "
+        f"mask: {HOW_TO_READ}."
+    )
 
 
 def _allowed(name: str, planned: float, size: float) -> float:
@@ -115,7 +126,7 @@ def _over_holders(
         if is_first_step:
             sizes = all_gather(torch.tensor([len(numbers)]), group)
             if bool((sizes != len(numbers)).any()):
-                raise _other_batches()
+                raise _other_batches("numbers of samples")
         totals = for_backend(numbers, group)
         dist.all_reduce(totals, group=group)
         return totals
@@ -207,7 +218,7 @@ class SplitFinding(NamedTuple):
 class _RankFindings(NamedTuple):
     """Samples and split findings of one context-parallel rank, by row of the microbatch."""
 
-    samples: dict[int, Any]  # the shape of its mask, and its samples' offsets and coefficients
+    samples: dict[int, dict[str, Any]]  # see `_samples`
     findings: dict[int, SplitFinding | None]  # None: nothing can be compared
     depends: Collection[int]  # rows whose weights are right under one split alone
     is_split: Collection[int]  # rows that several ranks hold
@@ -268,8 +279,9 @@ def check_tokens(
         splits = {}
         for row in sorted({row for rank in of_ranks for row in rank.findings}):
             holders = [rank for rank in of_ranks if row in rank.samples]
-            if any(rank.samples[row] != holders[0].samples[row] for rank in holders):
-                raise _other_batches()
+            for name, x in holders[0].samples[row].items():
+                if any(rank.samples[row][name] != x for rank in holders):
+                    raise _other_batches(name)
             of_holders = [rank.findings.get(row) for rank in holders]
             i = numbers.get(row, row)
             splits[row] = _common_splits(i, [x for x in of_holders if x is not None])
@@ -286,10 +298,10 @@ def check_tokens(
     return fitting
 
 
-def _other_batches() -> DataError:
+def _other_batches(different: str) -> DataError:
     return DataError(
-        "all context-parallel ranks must read the same batches, got different samples, masks or ids. "
-        "Split every batch by sequence, not by sample."
+        f"all context-parallel ranks must read the same batches, got different {different}. Split "
+        "every batch by sequence, not by sample, and draw nothing at random on one rank alone."
     )
 
 
@@ -400,10 +412,14 @@ def _is_real(microbatch: Microbatch) -> Tensor:
     return is_real.reshape(microbatch.loss_mask.shape).cpu()
 
 
-def _samples(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> tuple[Any, ...]:
-    starts = None if shape.starts is None else shape.starts.tolist()
-    weights = [(x.coefficients(i).tolist(), x.mask_sums(i).tolist()) for x in plans.values()]
-    return shape.mask, starts, weights
+def _samples(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> dict[str, Any]:
+    """Values that all ranks of a microbatch must have alike, by name; later ones follow from earlier."""
+    return {
+        "shapes of masks": shape.mask,
+        "offsets": None if shape.starts is None else shape.starts.tolist(),
+        "masks": [x.mask_sums(i).tolist() for x in plans.values()],
+        "ids or weights of samples": [x.coefficients(i).tolist() for x in plans.values()],
+    }
 
 
 def _tells_tokens_apart(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import utils
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -32,6 +33,7 @@ def install() -> None:
     _allow_sequence_parallel_norms()
     _norm_without_transformer_engine()
     _predict_tokens_without_transformer_engine()
+    _let_experts_have_biases()
 
 
 def _wait_inside_streams() -> None:
@@ -130,3 +132,17 @@ def _predict_tokens_without_transformer_engine() -> None:
     """From 0.20 on, MTP calls isinstance with its classes, which are then None."""
     if not transformer_engine.HAVE_TE:
         vars(multi_token_prediction).update(is_inference_column_parallel_linear=lambda layer: False)
+
+
+def _let_experts_have_biases() -> None:
+    """Return a new tensor from reductions: local experts add their biases to it in place.
+
+    Megatron returns the input itself, and torch refuses to change that within autograd.
+    """
+    reduce = mappings._reduce
+
+    @functools.wraps(reduce)
+    def reduced(input_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return reduce(input_, *args, **kwargs).clone()
+
+    mappings._reduce = reduced

@@ -224,8 +224,8 @@ class MTPLosses:
                 "the model must shift the batch's loss mask by each depth of MTP, inside each sequence, "
                 "got another mask. Call it with this rank's labels= and loss_mask= (without labels: the "
                 "mask by token, which has the loss mask of position t at t + 1), and for packs with the "
-                "padded offsets as cu_seqlens_q of its packed_seq_params, by which Megatron-Core 0.16 "
-                f"and later shift; or drop {_FLAG}."
+                "padded offsets, not the real ones, as cu_seqlens_q of packed_seq_params (before "
+                f"Megatron-Core 0.16: with rows in place of packs); or drop {_FLAG}."
             )
 
 
