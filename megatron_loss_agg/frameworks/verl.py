@@ -201,15 +201,6 @@ class Aggregating:
     role = ""  # for the first line
     checks_loss = True  # in the first step
 
-    def initialize(self: Any) -> None:
-        config = self.engine_config
-        if aggregation() and not config.forward_only and config.dynamic_context_parallel:
-            raise HostError(
-                "dynamic_context_parallel must be off, got True, which splits the batch otherwise. "
-                "Set megatron.dynamic_context_parallel=False, or unset MEGATRON_LOSS_AGG_FLAGS."
-            )
-        super().initialize()  # type: ignore[misc]
-
     def train_batch(self: Any, data: Any, loss_function: LossFunction) -> Any:
         agg = aggregation()
         if agg is not None:
@@ -242,7 +233,7 @@ class Aggregating:
         result = super().postprocess_micro_batch_func(  # type: ignore[misc]
             output, data, forward_only, loss_function, **more
         )
-        if weighs and len(result) == 3:
+        if weighs and len(result) == 3 and not self.engine_config.dynamic_context_parallel:
             loss, tokens, report = result
             return loss, self.with_missing_tokens(tokens, data), report
         return result

@@ -235,6 +235,8 @@ class Report:
         runs: of our code.
         bound: of a gradient's error, besides twice that of the stock code.
         mtp: settings of MTP, whose losses are then a part of every loss.
+        ranks: how many train.
+        sizes: of process groups, under Megatron's names.
         adapt: lets a process that trains our code take the adapter, after ``use`` and before
             anything else.
     """
@@ -248,6 +250,8 @@ class Report:
     batch: Batch = STEPS
     vocab: int = VOCAB
     mtp: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    sizes: dict[str, Any] = field(default_factory=dict)
     adapt: Callable[[], None] | None = None
     rows: list[tuple[str, ...]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -265,9 +269,10 @@ class Report:
 
         def trained(checkout: str, adapt: Callable[[], None] | None, *runs: Run) -> list[Any]:
             changed = [replace(run, options={**run.options, **options}) for run in runs]
-            given = self.use, adapt, self.train, checkout, cp, self.vocab, changed, log_probs
+            sizes = {"cp": cp, **self.sizes}
+            given = self.use, adapt, self.train, checkout, sizes, self.vocab, changed, log_probs
             # The first rank's: after the reduction it is the same on all.
-            return run_host_ranks(_train, 2, *given, timeout=300.0)[0]
+            return run_host_ranks(_train, self.ranks, *given, timeout=300.0)[0]
 
         stock_checkout, our_checkout = self.checkouts
         found = iter(trained(our_checkout, self.adapt, *self.own.values(), *self.runs.values()))
@@ -327,7 +332,7 @@ def _train(
     adapt: Callable[[], None] | None,
     train: Callable[..., list[Step]],
     checkout: str,
-    cp: int,
+    sizes: dict[str, Any],
     vocab: int,
     runs: list[Run],
     log_probs: list[LogProbs],
@@ -338,7 +343,7 @@ def _train(
     use(checkout)
     if adapt is not None:
         adapt()
-    gpt.initialize(cp)
+    gpt.initialize(**sizes)
     gpt.VOCAB = vocab
     found = []
     for run in runs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -24,7 +25,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.datasets import data_schedule
 from torch import Tensor
 
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -98,9 +102,34 @@ DEFAULTS = {
     "by_tokens": True,  # or microbatches are pairs
     "per_token": False,
     "loss": "policy",  # or "value", "distillation" or "sft"
+    "dynamic": False,  # context parallelism
     "config": {},  # of the model
     "worker": "TrainingWorker",
 }
+
+
+TOKENS_OF_RANK = 12  # at most, under dynamic context parallelism
+LENGTHS = (25, 4, 10, 2, 18, 7, 13, 3, 21, 6, 5, 5)
+DEALT = {
+    LENGTHS: [[[0, 8, 3]] * 4, [[4, 9], [4, 9], [6, 2], [6, 2]], [[5], [5], [10, 1], [11, 7]]],
+    LENGTHS[:6]: [[[0, 4, 1]] * 4, [[2], [2], [5, 3], [5, 3]]],
+    LENGTHS[6:]: [[[2, 1], [2, 1], [0, 3, 4], [0, 3, 4]], [[5]] * 4],
+}
+"""By the lengths of a mini-batch's rows: in each microbatch, the rows of each of four ranks.
+
+So the scheduler of Megatron-LM's branch dev deals them, at d48bd6b.
+"""
+HAS_SCHEDULER = hasattr(data_schedule, "DefaultDynamicCPScheduler")
+"""Whether this Megatron-Core has that scheduler, which no release up to 0.19 has."""
+
+
+class Dealer:
+    """`DEALT` in place of a scheduler."""
+
+    def __init__(self, **sizes: Any) -> None: ...
+
+    def get_groups_and_subsamples(self, samples: list[tuple[int, int]]) -> list[list[list[int]]]:
+        return DEALT[tuple(length for _, length in samples)]
 
 
 def rows(log_probs: LogProbs, padding_column: bool) -> list[dict[str, Any]]:
@@ -147,6 +176,21 @@ def use(package: str) -> None:
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # of the engines
 
 
+def use_dynamic_groups(package: str) -> None:
+    """As `use`; releases lack the scheduler, and have the groups of two ranks and more."""
+    use(package)
+    if HAS_SCHEDULER:
+        return
+    alone, _ = dist.new_subgroups(1)
+
+    def group(group_size: int) -> Any:
+        of_more = parallel_state.get_hybrid_data_context_parallel_groups
+        return alone if group_size == 1 else of_more(group_size=group_size)
+
+    parallel_state.get_dynamic_data_context_parallel_groups = group
+    data_schedule.DefaultDynamicCPScheduler = Dealer
+
+
 def adapt() -> None:
     """Let verl load the adapter, as it does by `SETTINGS`."""
     os.environ["VERL_USE_EXTERNAL_MODULES"] = ADAPTER
@@ -154,15 +198,14 @@ def adapt() -> None:
 
 
 def train(log_probs: list[LogProbs], _: Any, **changed: Any) -> list[Step]:
-    from megatron.core import parallel_state
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import reduce_metrics
 
     options = Namespace(**{**DEFAULTS, **changed})
     register_own_losses()
     worker = _worker(options)
-    each = ROWS // parallel_state.get_data_parallel_world_size()  # the last rank has the padding
-    first = parallel_state.get_data_parallel_rank() * each
+    each = ROWS // worker.engine.get_data_parallel_size()  # the last rank has the padding
+    first = worker.engine.get_data_parallel_rank() * each
     chosen = rows(log_probs[0], options.padding == "column")[first : first + each]
     found = columns(chosen)
     data = tu.get_tensordict({k: x for k, x in found.items() if k not in options.without})
@@ -191,7 +234,6 @@ class _ValueHead(torch.nn.Linear):
 
 def _worker(options: Namespace) -> Any:
     """verl's worker and engine, with what their constructors would have made."""
-    from megatron.core import parallel_state
     from verl.utils.profiler import DistProfiler
     from verl.workers.config import McoreEngineConfig
     from verl.workers.engine import EngineRegistry
@@ -200,6 +242,8 @@ def _worker(options: Namespace) -> Any:
 
     cp = parallel_state.get_context_parallel_world_size()
     plain = gpt.build(torch.float32, options.per_token, **options.config)
+    if options.dynamic and not HAS_SCHEDULER:
+        plain.position_embedding_type = "none"  # theirs know one split for all
     kind = "language_model"
     if options.loss == "value":
         kind, weight = "value_model", plain.output_layer.weight
@@ -213,8 +257,11 @@ def _worker(options: Namespace) -> Any:
         use_dynamic_bsz=options.by_tokens,
         micro_batch_size_per_gpu=2,
         max_token_len_per_gpu=26 // cp,
+        dynamic_context_parallel=options.dynamic,
+        max_seqlen_per_dp_cp_rank=TOKENS_OF_RANK,
     )
     engine.model_config = Namespace(
+        model_type=kind,
         mtp=Namespace(enable=False, enable_train=False),
         hf_config=Namespace(architectures=["LlamaForCausalLM"]),
         tokenizer=Namespace(pad_token_id=0),
@@ -315,11 +362,11 @@ def own(preset: str) -> Run:
     return run if mode in ("token_mean", "sum") else reweighed(run, lambda _: SHARE)
 
 
-def in_halves(mode: str) -> Run:
+def in_halves(mode: str, halves: Any = HALVES, **options: Any) -> Run:
     """In two mini-batches, each with denominators of its own; of both, the sum of the gradients."""
-    runs = [exact(with_entropy, mode, places=lambda _, x=x: ((x,),)) for x in HALVES]
+    runs = [exact(with_entropy, mode, places=lambda _, x=x: ((x,),)) for x in halves]
     (first,), (second,) = (run.weights for run in runs)
-    weights, options = (first + second,), {"mini_batch_size": ROWS // 2}
+    weights, options = (first + second,), {"mini_batch_size": ROWS // 2, **options}
     return replace(runs[0], weights=weights, options=options)
 
 
@@ -421,6 +468,58 @@ def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, Any]) -> None:
     assert relative_error(mine, theirs) < FP32
 
 
+# Dynamic context parallelism: every rank has the whole batch, and microbatches have own groups.
+
+DYNAMIC: dict[str, Any] = {"dynamic": True, "per_token": True}  # verl sets the flag
+ROUTED_DYNAMICALLY = {name: {**options, **DYNAMIC} for name, options in AUXILIARY.items()}
+OWN_DYNAMIC: Runs = {
+    "token mean": stock(with_entropy, "token_mean", **DYNAMIC),
+    **{name: Run(options=options) for name, options in ROUTED_DYNAMICALLY.items()},
+}
+FIRST_ROWS = tuple(tuple(range(first, last)) for first, last in ((0, 6), (6, len(STEP))))
+RUNS_DYNAMIC: Runs = {
+    **{mode: exact(with_entropy, mode, **DYNAMIC) for mode in MODES},
+    TWO: in_halves("prompt_mean", FIRST_ROWS, **DYNAMIC),
+    "sample_mean, padding counts": reweighed(
+        exact(with_entropy, "sample_mean", "count", **DYNAMIC), lambda _: SHARE
+    ),
+    "sample_mean, without empty ones": exact(
+        with_entropy, "sample_mean", empty="skip", **DYNAMIC
+    ),
+    "sum": exact(with_entropy, "sum", **DYNAMIC),
+    "sample_sum": exact(with_entropy, "sample_sum", **DYNAMIC),
+    "custom": reweighed(exact(with_entropy, "sum", given=CUSTOM, **DYNAMIC), lambda _: 1 / 64),
+    "prompt_mean, kl_cov": exact(kl_cov, "prompt_mean", loss_mode="kl_cov", **DYNAMIC),
+    **{name: Run(flags("sample_mean"), options) for name, options in ROUTED_DYNAMICALLY.items()},
+    "microbatch_mean": refused(
+        "OptionError: microbatch_mean needs the micro", "microbatch_mean", **DYNAMIC
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def compared_dynamic() -> tuple[list[str], tuple[Any, Any]]:
+    """As `compared`, of four ranks."""
+    known = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    (flag,) = {"dynamic_context_parallel", "hybrid_context_parallel"} & known.keys()
+    report = Report(
+        *(use_dynamic_groups, train, (str(PEERS),) * 2, OWN_DYNAMIC, RUNS_DYNAMIC),
+        **{"batch": (STEP,), "ranks": 4, "sizes": {flag: True}, "adapt": adapt},
+    )
+    steps = report.compare("DP 4", 1, rope=HAS_SCHEDULER)
+    report.compare("CP 2", 2, rope=HAS_SCHEDULER)
+    if os.environ.get("ROWS"):
+        print(*report.rows, sep="\n")
+    return report.failures, steps
+
+
+def test_dynamic_context_parallelism_is_exact(
+    compared_dynamic: tuple[list[str], Any],
+) -> None:
+    failures, _ = compared_dynamic
+    assert failures == []
+
+
 @pytest.fixture(scope="session")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a copy of verl that has both change requests."""
@@ -485,15 +584,10 @@ def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
 
 def started() -> dict[str, str]:
     """What engines say as they start, and what a critic's first step prints."""
-    from verl.workers.config import EngineConfig, McoreEngineConfig
+    from verl.workers.config import EngineConfig
     from verl.workers.engine import EngineRegistry
 
-    dynamic = McoreEngineConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=8)
-    configs = {
-        "fsdp": EngineConfig(),
-        "fsdp, forward only": EngineConfig(forward_only=True),
-        "megatron": dynamic,
-    }
+    configs = {"fsdp": EngineConfig(), "fsdp, forward only": EngineConfig(forward_only=True)}
     said = {}
     os.environ[VARIABLE] = flags("prompt_mean")
     for name, config in configs.items():
@@ -537,5 +631,4 @@ def test_other_engines_are_refused_at_the_start_and_the_first_step_is_announced(
     said = seen[2]
     assert said["fsdp"].startswith("HostError: The engine must be Megatron's, got FSDPEngineWith")
     assert not said["fsdp, forward only"].startswith("HostError")
-    assert said["megatron"].startswith("HostError: dynamic_context_parallel must be off, got True")
     assert "loss aggregation of the critic: prompt_mean (rejected: skip); " in said["printed"]
