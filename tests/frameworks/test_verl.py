@@ -243,7 +243,7 @@ def _worker(options: Namespace) -> Any:
     cp = parallel_state.get_context_parallel_world_size()
     plain = gpt.build(torch.float32, options.per_token, **options.config)
     if options.dynamic and not HAS_SCHEDULER:
-        plain.position_embedding_type = "none"  # theirs know one split for all
+        plain.position_embedding_type = "none"  # a release's takes one split for all microbatches
     kind = "language_model"
     if options.loss == "value":
         kind, weight = "value_model", plain.output_layer.weight
@@ -362,12 +362,12 @@ def own(preset: str) -> Run:
     return run if mode in ("token_mean", "sum") else reweighed(run, lambda _: SHARE)
 
 
-def in_halves(mode: str, halves: Any = HALVES, **options: Any) -> Run:
+def in_parts(mode: str, parts: tuple[tuple[int, ...], ...], **options: Any) -> Run:
     """In two mini-batches, each with denominators of its own; of both, the sum of the gradients."""
-    runs = [exact(with_entropy, mode, places=lambda _, x=x: ((x,),)) for x in halves]
+    runs = [exact(with_entropy, mode, places=lambda _, x=x: ((x,),)) for x in parts]
     (first,), (second,) = (run.weights for run in runs)
-    weights, options = (first + second,), {"mini_batch_size": ROWS // 2, **options}
-    return replace(runs[0], weights=weights, options=options)
+    options["mini_batch_size"] = ROWS // 2
+    return replace(runs[0], weights=(first + second,), options=options)
 
 
 def refused(words: str, mode: str = "prompt_mean", **options: Any) -> Run:
@@ -394,7 +394,7 @@ RUNS: Runs = {
     **{mode: exact(with_entropy, mode) for mode in MODES},
     **{f"{mode}, per token": exact(with_entropy, mode, per_token=True) for mode in MODES},
     "prompt_mean, pairs": exact(with_entropy, "prompt_mean", by_tokens=False),
-    TWO: in_halves("prompt_mean"),
+    TWO: in_parts("prompt_mean", HALVES),
     "sample_mean, padding counts": reweighed(
         exact(with_entropy, "sample_mean", "count"), lambda _: SHARE
     ),
@@ -454,21 +454,7 @@ def test_every_aggregation_is_exact_or_refused_and_without_one_no_bit_changes(
     assert failures == []
 
 
-def test_auxiliary_losses_keep_verls_meaning(compared: tuple[Any, Any]) -> None:
-    # verl returns the tokens that were routed as the number of tokens, which auxiliary losses are
-    # scaled by. Their gradient is the same whatever the aggregation of the loss.
-    _, steps = compared
-    own, ours = ([of[name][0].gradient for name in AUXILIARY] for of in steps)
-    assert relative_error(*own) > 1e-3
-    assert relative_error(ours[0], own[0]) > 1e-2
-    theirs, mine = (
-        {name: g - without[name] for name, g in with_loss.items()}
-        for without, with_loss in (own, ours)
-    )
-    assert relative_error(mine, theirs) < FP32
-
-
-# Dynamic context parallelism: every rank has the whole batch, and microbatches have own groups.
+# Dynamic context parallelism: every rank has the whole batch, and microbatches groups of their own.
 
 DYNAMIC: dict[str, Any] = {"dynamic": True, "per_token": True}  # verl sets the flag
 ROUTED_DYNAMICALLY = {name: {**options, **DYNAMIC} for name, options in AUXILIARY.items()}
@@ -476,18 +462,14 @@ OWN_DYNAMIC: Runs = {
     "token mean": stock(with_entropy, "token_mean", **DYNAMIC),
     **{name: Run(options=options) for name, options in ROUTED_DYNAMICALLY.items()},
 }
-FIRST_ROWS = tuple(tuple(range(first, last)) for first, last in ((0, 6), (6, len(STEP))))
+PARTS = ((0, 1, 2, 3, 4, 5), (6, 7, 8, 9))  # rows of two mini-batches
 RUNS_DYNAMIC: Runs = {
-    **{mode: exact(with_entropy, mode, **DYNAMIC) for mode in MODES},
-    TWO: in_halves("prompt_mean", FIRST_ROWS, **DYNAMIC),
+    **{mode: exact(with_entropy, mode, **DYNAMIC) for mode in (*MODES, "sample_sum")},
+    TWO: in_parts("prompt_mean", PARTS, **DYNAMIC),
     "sample_mean, padding counts": reweighed(
         exact(with_entropy, "sample_mean", "count", **DYNAMIC), lambda _: SHARE
     ),
-    "sample_mean, without empty ones": exact(
-        with_entropy, "sample_mean", empty="skip", **DYNAMIC
-    ),
-    "sum": exact(with_entropy, "sum", **DYNAMIC),
-    "sample_sum": exact(with_entropy, "sample_sum", **DYNAMIC),
+    "sample_mean, without empty ones": exact(with_entropy, "sample_mean", empty="skip", **DYNAMIC),
     "custom": reweighed(exact(with_entropy, "sum", given=CUSTOM, **DYNAMIC), lambda _: 1 / 64),
     "prompt_mean, kl_cov": exact(kl_cov, "prompt_mean", loss_mode="kl_cov", **DYNAMIC),
     **{name: Run(flags("sample_mean"), options) for name, options in ROUTED_DYNAMICALLY.items()},
@@ -507,17 +489,39 @@ def compared_dynamic() -> tuple[list[str], tuple[Any, Any]]:
         **{"batch": (STEP,), "ranks": 4, "sizes": {flag: True}, "adapt": adapt},
     )
     steps = report.compare("DP 4", 1, rope=HAS_SCHEDULER)
-    report.compare("CP 2", 2, rope=HAS_SCHEDULER)
-    if os.environ.get("ROWS"):
-        print(*report.rows, sep="\n")
+    # The groups are the same, whatever the number of context-parallel ranks that verl is given.
+    of_cp = {name: RUNS_DYNAMIC[name] for name in ("prompt_mean", TWO)}
+    own = {"token mean": OWN_DYNAMIC["token mean"]}
+    replace(report, own=own, runs=of_cp).compare("CP 2", 2, rope=HAS_SCHEDULER)
     return report.failures, steps
 
 
-def test_dynamic_context_parallelism_is_exact(
-    compared_dynamic: tuple[list[str], Any],
-) -> None:
+def test_dynamic_context_parallelism_is_exact(compared_dynamic: tuple[list[str], Any]) -> None:
     failures, _ = compared_dynamic
     assert failures == []
+
+
+@pytest.mark.skipif(not HAS_SCHEDULER, reason="this Megatron-Core has no such scheduler")
+def test_rows_are_dealt_as_megatron_deals_them() -> None:
+    sizes = {"dp_size": 4, "cp_size": 1, "microbatch_group_size_per_vp_stage": None}
+    scheduler = data_schedule.DefaultDynamicCPScheduler(TOKENS_OF_RANK, **sizes)
+    for lengths, dealt in DEALT.items():
+        assert scheduler.get_groups_and_subsamples([*enumerate(lengths)]) == dealt
+
+
+@pytest.mark.parametrize("steps", ["compared", "compared_dynamic"])
+def test_auxiliary_losses_keep_verls_meaning(steps: str, request: Any) -> None:
+    # verl returns the tokens that were routed as the number of tokens, which auxiliary losses are
+    # scaled by. Their gradient is the same whatever the aggregation of the loss.
+    _, compared = request.getfixturevalue(steps)
+    own, ours = ([of[name][0].gradient for name in AUXILIARY] for of in compared)
+    assert relative_error(*own) > 1e-3
+    assert relative_error(ours[0], own[0]) > 1e-2
+    theirs, mine = (
+        {name: g - without[name] for name, g in with_loss.items()}
+        for without, with_loss in (own, ours)
+    )
+    assert relative_error(mine, theirs) < FP32
 
 
 @pytest.fixture(scope="session")
@@ -584,17 +588,22 @@ def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
 
 def started() -> dict[str, str]:
     """What engines say as they start, and what a critic's first step prints."""
-    from verl.workers.config import EngineConfig
+    from verl.workers.config import EngineConfig, McoreEngineConfig
     from verl.workers.engine import EngineRegistry
 
     configs = {"fsdp": EngineConfig(), "fsdp, forward only": EngineConfig(forward_only=True)}
     said = {}
     os.environ[VARIABLE] = flags("prompt_mean")
     for name, config in configs.items():
-        kind = EngineRegistry.get_engine_cls("language_model", name.partition(",")[0])
+        kind = EngineRegistry.get_engine_cls("language_model", "fsdp")
         engine: Any = object.__new__(kind)
         engine.engine_config = config
         said[name] = str(attempt(engine.initialize))
+    engine = object.__new__(EngineRegistry.get_engine_cls("language_model", "megatron"))
+    engine.engine_config = McoreEngineConfig(
+        dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=TOKENS_OF_RANK
+    )
+    said["dynamic"] = str(attempt(engine._init_device_mesh))
     gpt.initialize()
     zeros = [torch.zeros(len(answer.mask)) for answer in STEP]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -632,3 +641,11 @@ def test_other_engines_are_refused_at_the_start_and_the_first_step_is_announced(
     assert said["fsdp"].startswith("HostError: The engine must be Megatron's, got FSDPEngineWith")
     assert not said["fsdp, forward only"].startswith("HostError")
     assert "loss aggregation of the critic: prompt_mean (rejected: skip); " in said["printed"]
+
+
+@pytest.mark.skipif(HAS_SCHEDULER, reason="this Megatron-Core has what verl needs")
+def test_verl_says_which_megatron_its_dynamic_context_parallelism_needs(seen: Any) -> None:
+    needs = (
+        "RuntimeError: Dynamic CP requires a Megatron-Core build containing NVIDIA/Megatron-LM#5154"
+    )
+    assert seen[2]["dynamic"].startswith(needs)
