@@ -78,7 +78,11 @@ def aggregation() -> LossAggregation | None:
 
 
 def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
-    """Count the mini-batch over the data-parallel ranks. A rollout is a session of a prompt."""
+    """Count the mini-batch over the data-parallel ranks. A rollout is a session of a prompt.
+
+    Under dynamic context parallelism every rank has the whole mini-batch, and verl's group is the
+    rank alone: no sample is counted twice.
+    """
     if "response_mask" not in data:
         raise HostError(
             "verl's batch must have a response_mask, got none, as in SFT. Unset "
@@ -233,7 +237,8 @@ class Aggregating:
         result = super().postprocess_micro_batch_func(  # type: ignore[misc]
             output, data, forward_only, loss_function, **more
         )
-        if weighs and len(result) == 3 and not self.engine_config.dynamic_context_parallel:
+        floors_tokens = len(result) == 3 and not self.engine_config.dynamic_context_parallel
+        if weighs and floors_tokens:
             loss, tokens, report = result
             return loss, self.with_missing_tokens(tokens, data), report
         return result
