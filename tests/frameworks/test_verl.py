@@ -3,7 +3,8 @@
 verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini- and microbatches,
 nested tensors, the forward pass with context parallelism, losses, and what the loss function
 returns to Megatron. Stood in for are the objects that its constructors build from a checkpoint:
-the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient.
+the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient. And where
+Megatron-Core lacks what verl's dynamic context parallelism calls, its groups come from a table.
 """
 
 from __future__ import annotations
