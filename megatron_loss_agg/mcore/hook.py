@@ -261,9 +261,10 @@ class LossHook:
                 forward_backward(num_microbatches=6, **the_rest)
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
-        its iterator. The step is counted once, by the first call, and Megatron reduces and scales
-        the gradients in the last one. Reports are partial: sum both elements of the pairs over all
-        calls, then divide.
+        its iterator. The step is counted once, by the first call; in the last one Megatron reduces
+        and scales the gradients, and the losses of all are compared with the plan. Data-parallel
+        ranks may make other numbers of calls. Reports are partial: sum both elements of the pairs
+        over all calls, then divide.
 
         Args:
             microbatches: this data-parallel rank's whole step, in the order of the calls. All ranks
