@@ -50,7 +50,7 @@ SEARCHES = {
     "NeMo-RL": "frameworks",
     "Bridge": "frameworks",
     "KL": "rl",
-    "CP": "custom_loop",
+    "CP": "index",
     "DPO": "custom_loop",
     "NaN": "modes",
     "no effect": "flags",
