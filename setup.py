@@ -61,6 +61,7 @@ setup(
             "hypothesis>=6.100",
             "mypy>=1.15",
             "nox>=2025.2",
+            "playwright>=1.50",
             "psutil>=6",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
@@ -69,7 +70,7 @@ setup(
             "zstandard>=0.23",
         ],
         "docs": [
-            "mkdocs>=1.6",
+            "mkdocs-material>=9.6",
             "mkdocstrings[python]>=1.0",
             "pymdown-extensions>=10.16",
             "ruff>=0.9",  # formats signatures

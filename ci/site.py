@@ -1,25 +1,28 @@
-"""Settings of MkDocs beside mkdocs.yml: pages of the root folder, formulas, colours of code.
+"""Settings of MkDocs beside mkdocs.yml: pages of the root folder, formulas, descriptions, edit links.
 
-A page of the site loads nothing from elsewhere: formulas become SVG here, and Pygments' colours two
-style sheets, for the theme's two colour schemes.
+A page of the site loads nothing from elsewhere: formulas become SVG here.
 """
 
 from __future__ import annotations
 
 import html
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import ziamath
-from mkdocs.structure.files import File, Files
-from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).parents[1]
 OF_ROOT = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 """Pages whose text is that of a file of the root folder."""
 ziamath.config.svg2 = False  # glyphs without ids, which formulas of a page would share
-STYLES = {"code-light.css": "default", "code-dark.css": "github-dark"}
+
+
+def repository() -> str:
+    """The address that the sources are published at, which setup.py holds."""
+    (address,) = re.findall(r'^REPOSITORY = "(.*)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    return str(address)
 
 
 def on_config(config: Any) -> None:
@@ -40,20 +43,25 @@ def svg(latex: str, inline: bool) -> str:
     return str(drawn.svg().replace("<svg ", f"<svg {label} ", 1))
 
 
-def on_files(files: Files, config: Any) -> None:
-    for path, style in STYLES.items():
-        rules = HtmlFormatter(style=style).get_style_defs(".highlight")
-        files.append(File.generated(config, path, content=rules))
-
-
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Formulas in lines; of a file of the root folder its text, with links as they are from docs/.
 
     Links out of the site are left out.
     """
     path = page.file.src_uri
-    if path not in OF_ROOT:
-        return re.sub(r"\$`([^`]+)`\$", lambda found: svg(found[1], inline=True), markdown)
-    text = (ROOT / OF_ROOT[path]).read_text(encoding="utf-8").replace("](docs/", "](")
-    text = text.replace("](CONTRIBUTING.md)", "](contributing.md)")
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((?:examples|patches)/[^)]+\)", r"\1", text)
+    source = OF_ROOT.get(path, f"docs/{path}")
+    if path in OF_ROOT:
+        markdown = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        markdown = markdown.replace("](CONTRIBUTING.md)", "](contributing.md)")
+        markdown = re.sub(r"(?<!!)\[([^\]]+)\]\((?:examples|patches)/[^)]+\)", r"\1", markdown)
+    if repository():
+        page.edit_url = f"{repository()}/edit/main/{source}"
+    page.meta.setdefault("description", first_sentences(markdown))
+    return re.sub(r"\$`([^`]+)`\$", lambda found: svg(found[1], inline=True), markdown)
+
+
+def first_sentences(markdown: str) -> str:
+    """The first paragraph of a page as plain text, at most 160 characters: what search engines show."""
+    paragraph = re.search(r"^(?![#`|!:<\-]).+(?:\n.+)*", markdown, re.MULTILINE)
+    text = re.sub(r"\[([^\]]+)\]\([^)]*\)|[`*$]", r"\1", paragraph[0] if paragraph else "")
+    return textwrap.shorten(text, 160, placeholder=" ...")

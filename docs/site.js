@@ -1,12 +1,9 @@
-// A button on each block of code that copies it, where the browser lets a page do so.
-for (const block of navigator.clipboard ? document.querySelectorAll("div.highlight") : []) {
-  const button = document.createElement("button");
-  button.className = "copy btn btn-sm btn-outline-secondary";
-  button.textContent = "Copy";
-  button.onclick = async () => {
-    await navigator.clipboard.writeText(block.querySelector("code").textContent);
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
-  };
-  block.append(button);
-}
+// The search reads "-a" as "without a". Here "--a-b" is a flag, all of whose words are to be found.
+const post = Worker.prototype.postMessage;
+Worker.prototype.postMessage = function (message, ...rest) {
+  if (typeof message.data === "string") {
+    const flag = (all) => all.split("-").filter(Boolean).map((word) => `+${word}`).join(" ") + "*";
+    message = { ...message, data: message.data.replace(/[^\s-]*-+[^\s-][^\s]*/g, flag) };
+  }
+  return post.call(this, message, ...rest);
+};

@@ -18,16 +18,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from stdlib_pairs import CLASSES, PackedPairs, class_of
 
+from megatron_loss_agg.explain.colors import COLORS, save_without_background
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import explain
 
-# The colour-blind safe palette of Okabe and Ito.
-COLORS = {
-    "stock": "#E69F00",
-    "token_mean": "#000000",
-    "sample_mean": "#D55E00",
-    "prompt_mean": "#0072B2",
-}
 TITLES = {
     "short": "short answers: under 64 tokens",
     "medium": "medium: 64 to 255 tokens",
@@ -58,20 +52,20 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
     """A panel for each class: the loss of every run less that of the reference."""
     figure = Figure(figsize=(10.0, 3.4), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(CLASSES), sharey=True)
-    base = losses(reference)
+    base, colors = losses(reference), {name: COLORS[mode] for mode, name in SHARES.items()}
     for run in runs:
         of_run = losses(run)
         for axes, name in zip(panels, CLASSES, strict=True):
             values = [of_run[step][name] - base[step][name] for step in of_run]
-            axes.plot(list(of_run), values, label=run.name, color=COLORS.get(run.name))
+            axes.plot(list(of_run), values, label=run.name, color=colors.get(run.name))
     for axes, title in zip(panels, TITLES.values(), strict=True):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("optimizer step")
-        axes.grid(color="#e2e2e2", linewidth=0.7)
+        axes.grid(linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"validation loss less that of {reference.name}\n(nats per token)")
     panels[-1].legend(frameon=False)
-    figure.savefig(output)
+    save_without_background(figure, str(output))
 
 
 def shares(steps: int) -> str:

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from stdlib_pairs import PackedPairs
 
+from megatron_loss_agg.explain.colors import COLORS, INK, save_without_background
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import explain
 
 MICROBATCHES, SEQ_LENGTH, PAD_TO = 4, 1280, 4
 MARKS = {
-    "microbatch_mean": {"marker": "o", "color": "#E69F00", "label": "stock Megatron"},
-    "sample_mean": {"marker": "D", "color": "#D55E00", "label": "sample_mean", "fillstyle": "none"},
-    "token_mean": {"marker": "_", "color": "#000000", "label": "token_mean", "markersize": 16},
+    "microbatch_mean": {"marker": "o", "label": "stock Megatron"},
+    "sample_mean": {"marker": "D", "label": "sample_mean", "fillstyle": "none"},
+    "token_mean": {"marker": "_", "label": "token_mean", "markersize": 16},
 }
 
 
@@ -44,22 +45,23 @@ def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
     figure = Figure(figsize=(8.0, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots()
     for mode, mark in MARKS.items():
-        axes.plot(places, weights[mode], linestyle="none", **{"markersize": 8, **mark})
+        style = {"linestyle": "none", "markersize": 8, "color": COLORS[mode], **mark}
+        axes.plot(places, weights[mode], **style)
     for number in range(MICROBATCHES):
         own = [(p, s) for p, s in zip(places, samples, strict=True) if s.microbatch == number]
         first, last = own[0][0], own[-1][0]
-        axes.axvspan(first - 0.6, last + 0.6, color="#f0f0f0", zorder=0)
+        axes.axvspan(first - 0.6, last + 0.6, color=INK, alpha=0.12, linewidth=0, zorder=0)
         title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in own):g} tokens"
         axes.text((first + last) / 2, 5.65, title, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(places, [f"{sample.tokens:g}" for sample in samples])
     axes.set_xlabel("the samples of one optimizer step, by their loss tokens")
     axes.set_ylabel("weight of one token\n(1: its weight in token_mean)")
     axes.set_ylim(0, 5.6)
-    axes.grid(axis="y", color="#d8d8d8", linewidth=0.7)
+    axes.grid(axis="y", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False)
-    figure.savefig(output)
+    save_without_background(figure, output)
     return weights
 
 

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from examples.grpo.metrics import read
+from megatron_loss_agg.explain.colors import COLORS, save_without_background
 
 PANELS = {"reward": "mean reward (1: the right sum)", "length": "mean answer length (tokens)"}
 WINDOW = 8  # steps; a single one is 16 prompts, some harder than others
@@ -29,24 +30,25 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 def plot(output: Path, runs: Sequence[Path]) -> None:
     """Write a picture with a panel for each of `PANELS` and a line for each run."""
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(10, 3.8), layout="constrained")
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(10, 3.8), dpi=96, layout="constrained")
     for run in runs:
         metrics = read(run)
         steps = [int(m["step"]) for m in metrics]
         for axis, name in zip(axes, PANELS, strict=True):
             values = [m[name] for m in metrics]
-            (line,) = axis.plot(steps, smooth(values), label=run.name)
+            color = COLORS.get(run.name)
+            (line,) = axis.plot(steps, smooth(values), label=run.name, color=color)
             if len(runs) == 1:
                 axis.plot(steps, values, color=line.get_color(), alpha=0.3)
     for axis, title in zip(axes, PANELS.values(), strict=True):
         axis.set_xlabel(f"batch of rollouts (lines: mean of the last {WINDOW})")
         axis.set_ylabel(title)
-        axis.grid(alpha=0.3)
+        axis.grid()
     axes[0].set_ylim(0, 1)
     if len(runs) > 1:
-        axes[0].legend()
+        axes[0].legend(frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=96)
+    save_without_background(figure, str(output))
     pyplot.close(figure)
 
 

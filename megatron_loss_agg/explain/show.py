@@ -9,24 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.explain.colors import COLORS, save_without_background
 from megatron_loss_agg.explain.samples import COLUMNS, Sample, shortened
 from megatron_loss_agg.explain.shares import Shares
 
 # Points are hollow and of different sizes, so that overlapping ones stay visible.
 _POINTS = {"linestyle": "none", "markerfacecolor": "none", "zorder": 3}
-# The colour-blind safe palette of Okabe and Ito. Lines are of modes that give samples of equal
-# length the same weight.
+# The other modes, which give samples of equal length the same weight, are lines.
 _STYLES: dict[str, dict[str, Any]] = {
-    "token_mean": {"color": "#000000"},
-    "sample_mean": {"color": "#D55E00"},
-    "rollout_mean": {"color": "#56B4E9", "marker": "s", "markersize": 10.0, **_POINTS},
-    "prompt_mean": {"color": "#0072B2", "marker": "D", "markersize": 7.0, **_POINTS},
-    "nested_mean": {"color": "#000000", "marker": "v", "markersize": 8.5, **_POINTS},
-    "dataset_mean": {"color": "#F0E442", "marker": "^", "markersize": 5.5, **_POINTS},
-    "sample_sum": {"color": "#009E73"},
-    "constant": {"color": "#CC79A7"},
-    "sum": {"color": "#7F7F7F"},
-    "microbatch_mean": {"color": "#E69F00", "marker": "o", "markersize": 4.0, **_POINTS},
+    "rollout_mean": {"marker": "s", "markersize": 10.0, **_POINTS},
+    "prompt_mean": {"marker": "D", "markersize": 7.0, **_POINTS},
+    "nested_mean": {"marker": "v", "markersize": 8.5, **_POINTS},
+    "dataset_mean": {"marker": "^", "markersize": 5.5, **_POINTS},
+    "microbatch_mean": {"marker": "o", "markersize": 4.0, **_POINTS},
 }
 
 
@@ -127,7 +122,7 @@ def draw(path: str, samples: Sequence[Sample], shown: Mapping[str, Shares]) -> N
         ha="left",
     )
     try:
-        figure.savefig(path)
+        save_without_background(figure, path)
     except (OSError, ValueError) as error:
         raise OptionError(
             f"--plot must name a .png, .svg or .pdf that can be written, got {path} ({error}). "
@@ -143,9 +138,10 @@ def _draw_panel(axes: Any, shown: Mapping[str, Shares], heights_S: Mapping[str, 
         points[name] = sorted(pair for pair in pairs if pair[0] > 0)
     # Order the legend like the right end of the plot, from top to bottom.
     for name in sorted(points, key=lambda name: -points[name][-1][1]):
-        style = {"marker": ".", **_STYLES[shown[name].aggregation.mode]}
+        mode = shown[name].aggregation.mode
+        style = {"marker": ".", "color": COLORS[mode], **_STYLES.get(mode, {})}
         axes.plot(*zip(*points[name], strict=True), label=name, **style)
     axes.set_xlabel("loss tokens of the sample")
-    axes.grid(which="major", color="#e2e2e2", linewidth=0.7)
+    axes.grid(which="major", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

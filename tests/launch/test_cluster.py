@@ -1,0 +1,95 @@
+"""Jobs on several nodes: two launchers on this machine, which meet as those of two nodes do."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+from tests.launch.processes import MODE, ROOT
+from tests.launch.test_errors import FAILS
+from tests.test_examples import flags_of
+
+CLUSTER = ROOT / "examples" / "cluster"
+# Saves the gradients that the optimizer gets: of the last step, in the end.
+TRAINS = f"""
+import os, runpy, sys
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+def save(optimizer, *_):
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    torch.save(gradients, f"{{os.environ['GRADIENTS']}}{{os.environ['RANK']}}.pt")
+
+register_optimizer_step_pre_hook(save)
+sys.path.insert(0, "{ROOT}/examples")
+runpy.run_path("{ROOT}/examples/pretrain_gpt.py", run_name="__main__")
+"""
+
+
+def on_nodes(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[int, str]]:
+    """Run node.sh once a node; the exit code and all output of each."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "GRADIENTS": f"{folder}/{nodes}-nodes-",
+        **{"NNODES": str(nodes), "RANKS": str(ranks), "HOST": "127.0.0.1", "PORT": str(port)},
+    }
+    launchers = [
+        subprocess.Popen(
+            ["bash", str(CLUSTER / "node.sh"), *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(nodes)
+    ]
+    said = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    return [(launcher.returncode, text) for launcher, text in zip(launchers, said, strict=True)]
+
+
+def test_the_gradient_of_two_nodes_is_that_of_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    flags = [*flags_of("quickstart.sh"), "--train-iters", "2", "--eval-iters", "0"]
+    for nodes in (1, 2):
+        for code, said in on_nodes(tmp_path, nodes, 2 // nodes, "--cpu", str(script), *flags):
+            assert code == 0, said[-4000:]
+    for rank in (0, 1):
+        of_one, of_two = (torch.load(tmp_path / f"{n}-nodes-{rank}.pt") for n in (1, 2))
+        assert len(of_one) > 5 and any(x.any() for x in of_one)
+        assert all(torch.equal(x, y) for x, y in zip(of_one, of_two, strict=True))
+
+
+def test_a_rank_that_dies_ends_the_job_and_its_node_names_its_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    ended = on_nodes(tmp_path, 2, 1, str(script), *MODE)
+    assert [code for code, _ in ended] == [1, 1]
+    causes = [said.partition("Root Cause")[2] for _, said in ended]
+    (named,) = [cause for cause in causes if "DataError: bad mask" in cause]
+    assert re.search(r"rank +: 1 ", named)
+    assert re.search(r'script\.py", line \d+, in train$', named, re.MULTILINE)
+
+
+def test_scripts_of_clusters_start_the_same_command() -> None:
+    subprocess.run(["bash", "-n", CLUSTER / "slurm.sh"], check=True)
+    assert "bash examples/cluster/node.sh" in (CLUSTER / "slurm.sh").read_text()
+    job = yaml.safe_load((CLUSTER / "pytorchjob.yaml").read_text())
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["command"][:3] == ["torchrun", "-m", "megatron_loss_agg"]
