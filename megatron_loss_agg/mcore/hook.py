@@ -154,6 +154,7 @@ class LossHook:
     Attributes:
         terms: `Term` by name; one with another multiplier may replace it between steps, alike on
             every rank.
+        also: aggregations under which the loss of the first term is reported, too.
         split: the declared split, or ``zigzag``.
         reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
@@ -193,8 +194,8 @@ class LossHook:
                 "a term must have another name than 'lm', since 'lm loss' is the mean over tokens. "
                 "Rename it."
             )
-        self._also = aggregations_beside(also, self.terms)
-        self.extensions = [*([ModeReports(self._also)] if also else []), *extensions]
+        self.also = aggregations_beside(also, self.terms)
+        self.extensions = [*([ModeReports(self.also)] if also else []), *extensions]
         for extension in self.extensions:
             if not isinstance(extension, Extension):
                 raise OptionError(
@@ -603,7 +604,7 @@ class LossHook:
     def _compared_settings(self) -> dict[str, object]:
         return {
             "terms": terms_in_words(self.terms),
-            "also": [aggregation_in_words(agg) for agg in self._also],
+            "also": [aggregation_in_words(agg) for agg in self.also],
             "split": self.split,
             "empty_step": self.empty_step,
             "evaluates": self._evaluates,

@@ -538,4 +538,4 @@ def test_other_engines_are_refused_at_the_start_and_the_first_step_is_announced(
     assert said["fsdp"].startswith("HostError: The engine must be Megatron's, got FSDPEngineWith")
     assert not said["fsdp, forward only"].startswith("HostError")
     assert said["megatron"].startswith("HostError: dynamic_context_parallel must be off, got True")
-    assert "loss aggregation of the critic: prompt_mean (rejected: skip); " in said["printed"]
+    assert "loss aggregation of the critic: prompt_mean (rejected: skip)\n" in said["printed"]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg import LossAggregation, Microbatch, Term
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term
 from megatron_loss_agg.mcore import SampleLoss, WeightReports
+from megatron_loss_agg.mcore.parts.modes import equal_modes
 from tests.host import gpt, gradients
 from tests.host.cases import (
     EVALUATION,
@@ -68,6 +69,8 @@ def weights_beside(case: Case) -> dict[str, Weights]:
 
 def with_modes_beside(case: Case, model: str = "dense", of_term: str = "") -> Expected:
     gradient, reports = by_the_oracle(case, model)
+    if case.step is not None:
+        del reports["lm loss"]  # a `TokenLoss` reports none
     beside = weights_beside(case)
     return gradient, reports | {
         f"{of_term}{label} loss": reference(model).loss(weights)
@@ -170,7 +173,7 @@ def test_each_number_is_that_of_a_run_in_its_mode_and_the_gradient_stays_the_sam
             assert is_same, way
             rel = 1e-12 if "dtype" not in way else 1e-6
             assert {x: reports[x] for x in of_runs} == pytest.approx(of_runs, rel=rel), way
-            assert len({*of_runs.values(), reports["token_mean loss"]}) == 4
+            assert len({*of_runs.values(), reports["token_mean loss"]}) >= 3
 
 
 def weighing_of(case: Case) -> tuple[float, float]:
@@ -211,6 +214,54 @@ def test_the_weighing_of_the_samples_is_reported_of_training(topology: str) -> N
     assert_exact(TOPOLOGIES[topology], cases, with_weighing)
 
 
+# Mask sums and prompts of a step's samples, modes, and which of them are said to be equal.
+EQUAL: list[tuple[list[float], list[int], str, list[str]]] = [
+    (
+        [3, 3, 3],
+        [0, 0, 1],
+        "token_mean sample_mean prompt_mean",
+        ["sample_mean equals token_mean: all samples have as many tokens"],
+    ),
+    (
+        [3, 5, 2],
+        [4, 9, 7],
+        "sample_mean token_mean prompt_mean",
+        ["prompt_mean equals sample_mean: each prompt is one sample"],
+    ),
+    (
+        [1, 3, 2, 2],
+        [0, 0, 1, 1],
+        "prompt_mean token_mean sample_mean",
+        ["token_mean equals prompt_mean: all prompts have as many tokens"],
+    ),
+    (
+        [1, 3],
+        [5, 5],
+        "token_mean prompt_mean sample_mean",
+        ["prompt_mean equals token_mean: there is one prompt"],
+    ),
+    (
+        [2, 2],
+        [0, 1],
+        "token_mean sample_mean prompt_mean sample_sum",
+        [
+            "sample_mean equals token_mean: all samples have as many tokens",
+            "prompt_mean equals token_mean: all prompts have as many tokens",
+        ],
+    ),
+    ([3, 0, 3], [0, 1, 2], "token_mean sample_mean", []),  # an empty sample counts
+    ([3, 3.0000001], [0, 1], "token_mean sample_mean", []),
+]
+
+
+def test_modes_are_said_to_be_equal_if_they_weigh_every_sample_alike() -> None:
+    for sums, prompts, modes, said in EQUAL:
+        aggregations = [aggregation(mode) for mode in modes.split()]
+        plan = StepPlan.from_mask_sums(aggregations[0], sums, prompt_ids=torch.tensor(prompts))
+        assert plan.samples is not None
+        assert equal_modes(aggregations, plan.samples) == said
+
+
 def without_prompts(batch: dict[str, Any], _: tuple[int, ...]) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if name != "prompt_ids"}
 
@@ -226,7 +277,7 @@ ROWS = {
         {1: NO_IDS},
     ),
     "other modes": Refusal(
-        "HostError: also",
+        "OptionError: all ranks must have the same settings, got also=['sample_mean'] on rank(s) [0]",
         two_rows("sum", hook={"also": ["sample_mean"]}),
         unlike={1: two_rows("sum", hook={"also": ["token_mean"]})},
     ),
@@ -239,5 +290,6 @@ def test_a_mode_without_what_it_needs_and_ranks_that_differ_are_refused(name: st
 
 
 def test_an_evaluation_without_ids_reports_the_modes_that_need_none() -> None:
-    case = Case("token_mean", **PROMPTLESS)
+    modes = ["prompt_mean", aggregation("sample_mean", **OPTIONS["sample_mean"])]
+    case = Case("token_mean", batch=without_prompts, hook={"also": modes})
     assert_evaluated({case: {"sample_mean loss": mean_of(CALLS, "sample_mean")}})

@@ -195,12 +195,12 @@ def _reason(agg: LossAggregation, other: LossAggregation, samples: Samples) -> s
     """A fact of the samples for which two modes are equal; empty if none is at hand."""
     units = sorted((agg.units | other.units) - {"all"})
     groups = {unit: samples.groups(unit).group_S for unit in units}
-    if len(units) == 2 and torch.equal(
-        _first_rows(groups[units[0]]), _first_rows(groups[units[1]])
-    ):
+    if len(units) == 2 and torch.equal(*(_first_rows(groups[unit]) for unit in units)):
         return f"each {_word(units[0])} is one {_word(units[1])}"
     sums = [samples.groups(unit).sums(samples.mask_sum) for unit in units]
-    if units and all(bool((x == x[:1]).all()) for x in sums):
+    if len(units) == 1 and len(sums[0]) == 1:
+        return f"there is one {_word(units[0])}"
+    if units and all(bool((x == x[0]).all()) for x in sums):
         return f"all {' and '.join(map(_plural, units))} have as many tokens"
     return ""
 
