@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.counting import StepCounts
 from megatron_loss_agg.presets import PRESETS
+
+_WIDTH = 80
+"""Columns of a terminal."""
+
+
+def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """``title``, and below it a text for each label: lines of at most 80 columns where words fit."""
+    rows = list(rows)
+    indent = max((len(label) for label, _ in rows), default=0) + 4  # "  label: text"
+    lines = [title]
+    for label, text in rows:
+        lines += textwrap.wrap(
+            text,
+            _WIDTH,
+            initial_indent=f"  {label}:".ljust(indent),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def title_and_weights(
+    terms: Mapping[str, Term], formulas: Mapping[str, str], who: str = ""
+) -> tuple[str, list[tuple[str, str]]]:
+    """The title of the log's first lines, and their rows on the weights; arguments are by term.
+
+    Args:
+        formulas: as of `formula`.
+        who: the model that is trained, such as ``critic``, where a process trains several.
+    """
+    title = f"loss aggregation{who and f' of the {who}'}: "
+    (name, term), *others = terms.items()
+    if not others and name in (term.aggregation.mode, term.aggregation.label):
+        return title + _term_in_words(name, term), [("weight", formulas[name])]
+    total = " + ".join(_multiplied(name, term) for name, term in terms.items())
+    return title + total, [
+        (name, f"{aggregation_in_words(term.aggregation)}; {formulas[name]}")
+        for name, term in terms.items()
+    ]
 
 
 def terms_in_words(terms: Mapping[str, Term]) -> str:
@@ -45,22 +86,22 @@ def formula(agg: LossAggregation, tokens: float | None = None, across: float | N
 
 def counts_in_words(counts: StepCounts, kind: str = "") -> str:
     """The samples, groups and tokens of a step; ``kind`` says what a sample is."""
-    words = [f"{counts.samples} samples{kind and f' ({kind})'}"]
+    words = [f"{number_of(counts.samples, 'sample')}{kind and f' ({kind})'}"]
     for name, number in (
-        ("rollouts", counts.rollouts),
-        ("prompts", counts.prompts),
-        ("data sets", counts.datasets),
+        ("rollout", counts.rollouts),
+        ("prompt", counts.prompts),
+        ("data set", counts.datasets),
     ):
         if number is not None:
-            words.append(f"{number} {name}")
+            words.append(number_of(number, name))
     tokens = f"{counts.tokens:.10g} tokens"
     if counts.active_tokens not in (None, counts.tokens):
         tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
     return ", ".join([*words, tokens])
 
 
-def _term_in_words(name: str, term: Term) -> str:
-    agg = term.aggregation
+def aggregation_in_words(agg: LossAggregation) -> str:
+    """The mode and all options that are not the default."""
     preset = PRESETS.get(agg.label)
     settings = [] if agg.label == agg.mode else [agg.label]
     for field in fields(agg):
@@ -68,9 +109,23 @@ def _term_in_words(name: str, term: Term) -> str:
         default = getattr(preset, field.name, field.default)
         if field.name not in ("mode", "name") and value != default:
             settings.append(f"{field.name.replace('_', ' ')}: {_shown(value)}")
-    text = f"{agg.mode} ({', '.join(settings)})" if settings else agg.mode
-    if name not in (agg.mode, agg.label):
+    return f"{agg.mode} ({', '.join(settings)})" if settings else agg.mode
+
+
+def number_of(number: int, thing: str) -> str:
+    """Such as ``1 sample`` or ``2 microbatches``."""
+    ending = "es" if thing.endswith("ch") else "s"
+    return f"{number} {thing}{ending if number != 1 else ''}"
+
+
+def _term_in_words(name: str, term: Term) -> str:
+    text = aggregation_in_words(term.aggregation)
+    if name not in (term.aggregation.mode, term.aggregation.label):
         text = f"{name}: {text}"
+    return _multiplied(text, term)
+
+
+def _multiplied(text: str, term: Term) -> str:
     return text if term.multiplier == 1 else f"{term.multiplier!r} * {text}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import Term
-from megatron_loss_agg.describe import counts_in_words, formula, terms_in_words
+from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
@@ -89,9 +89,9 @@ def print_first_line(plan: StepPlan, who: str = "") -> None:
     if not _must_print(who):
         return
     agg, counts = plan.aggregation, plan.counts
-    words = terms_in_words({agg.mode: Term(agg)})
-    parts = [words, formula(agg, counts.tokens, counts.across), counts_in_words(counts)]
-    print(f"loss aggregation{who and f' of the {who}'}: {'; '.join(parts)}", flush=True)
+    weight = formula(agg) if plan.is_empty else formula(agg, counts.tokens, counts.across)
+    title, rows = title_and_weights({agg.mode: Term(agg)}, {agg.mode: weight}, who)
+    print(in_lines(title, [*rows, ("counts", counts_in_words(counts))]), flush=True)
 
 
 def _must_print(line: str) -> bool:

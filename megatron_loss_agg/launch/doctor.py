@@ -207,7 +207,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
         text = f"without {flags.FLAG} the plugin does nothing. Add {flags.FLAG} MODE."
         return Finding("WARN", "flags", text)
     formulas = [formula(term.aggregation) for term in hook.terms.values()]
-    loss = "; ".join([terms_in_words(hook.terms), *formulas])
+    also = [f"also {agg.label}" for agg in hook.also]
+    loss = "; ".join([terms_in_words(hook.terms), *formulas, *also])
     if not has_training:
         text = f"{loss}; without megatron.training, Megatron's own flags are not checked"
         return Finding("WARN", "flags", text)
@@ -215,7 +216,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
     if unknown:
         text = f"{loss}; Megatron has no {', '.join(unknown)}: right only if the script adds them"
         return Finding("WARN", "flags", text)
-    ids = " and ".join(f"{unit}_ids" for unit in sorted(units_by_id(hook.terms)))
+    units = units_by_id(hook.terms).union(*(agg.by_id for agg in hook.also))
+    ids = " and ".join(f"{unit}_ids" for unit in sorted(units))
     needs = f"; the batches must have {ids}" if ids else ""
     return Finding("OK", "flags", f"{loss}; no other flag conflicts with it{needs}")
 

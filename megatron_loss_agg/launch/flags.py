@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import MODES, LossAggregation
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.presets import SYSTEMS
+from megatron_loss_agg.presets import PRESETS, SYSTEMS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -33,6 +33,7 @@ class _Option(NamedTuple):
     value: str | None = None  # how the help shows a free value
     words: tuple[str, ...] = ()  # the only values that are allowed
     default: str | None = None  # one of the words
+    nargs: str | None = None  # as of argparse
 
 
 _COUNT_OR_SKIP = ("count", "skip")
@@ -56,6 +57,9 @@ _OPTIONS = {
     "function": _Option(
         "for 'custom': a function (samples) -> coefficient of each sample", "MODULE:NAME"
     ),
+    "also": _Option(
+        "further modes or presets, under which the loss is reported, too", "MODE", nargs="+"
+    ),
     "batch": _Option(
         "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
         "MODULE:NAME",
@@ -78,6 +82,9 @@ _OPTIONS = {
         words=("megatron", "same"),
     ),
     "report_datasets": _Option("report each data set of the step (batch key dataset_id)"),
+    "report_weights": _Option(
+        "report how unevenly samples weigh: their effective number, and the longest tenth's part"
+    ),
     "audit": _Option(
         "measure Megatron's scaling for each new number of microbatches, and print it"
     ),
@@ -102,6 +109,8 @@ _OPTIONS = {
 }
 _OF_AGGREGATION = ("divisor", "levels", "empty", "rejected", "sample_weights", "function")
 """The flags that say what is computed; the others set up the hook."""
+_ITS_MODE = {"function": "custom", "levels": "nested_mean"}
+"""The only mode that takes the option."""
 
 _REMOVED = {
     "mask": (
@@ -139,6 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group.add_argument(
             _flag(name),
             metavar=option.value or "{" + ",".join(option.words) + "}",
+            nargs=option.nargs,
             type=float if name == "divisor" else str,
             help=option.help,
         )
@@ -193,9 +203,48 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
             flag = _flag(next(iter(further)))
             raise OptionError(f"{flag} needs {FLAG}, got none. Add {FLAG} MODE, or remove {flag}.")
         return None
-    options = {name: value for name, value in further.items() if name in _OF_AGGREGATION}
+    also = _modes_beside(args)
+    options = {
+        name: value
+        for name, value in further.items()
+        if name in _OF_AGGREGATION
+        and (_takes(mode, name) or not any(_takes(other, name) for other in also))
+    }
+    return _aggregation(mode, options)
+
+
+def aggregations_beside(args: argparse.Namespace) -> list[LossAggregation]:
+    """The aggregations of ``--loss-aggregation-also``: with the same flags, where they take them.
+
+    Raises:
+        AggregationError: an unknown mode, or one that needs a flag.
+    """
+    further = chosen(args)
+    return [
+        _aggregation(
+            mode, {x: further[x] for x in _OF_AGGREGATION if x in further and _takes(mode, x)}
+        )
+        for mode in _modes_beside(args)
+    ]
+
+
+def _modes_beside(args: argparse.Namespace) -> list[str]:
+    also = getattr(args, "loss_aggregation_also", None) or []
+    return also.split() if isinstance(also, str) else also  # a word in a YAML file
+
+
+def _takes(mode: str, name: str) -> bool:
+    """Whether ``mode``, or the preset, takes the option ``name`` of an aggregation."""
+    if name == "divisor":
+        if mode in PRESETS:
+            return PRESETS[mode].needs_divisor
+        return mode in MODES and MODES[mode].divisor != "refused"
+    return mode == _ITS_MODE.get(name, mode)
+
+
+def _aggregation(mode: str, options: dict[str, Any]) -> LossAggregation:
     is_preset = "/" in mode or mode in SYSTEMS  # a system alone: the error lists its presets
-    for name, its_mode in {"function": "custom", "levels": "nested_mean"}.items():
+    for name, its_mode in _ITS_MODE.items():
         if name in options and is_preset:
             raise OptionError(
                 f"{_flag(name)} needs {FLAG} {its_mode}, got the preset {mode!r}. "

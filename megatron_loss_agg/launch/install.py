@@ -18,7 +18,9 @@ from megatron_loss_agg.launch import flags
 from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
 from megatron_loss_agg.mcore import (
     DatasetReports,
+    Extension,
     LossHook,
+    WeightReports,
     aggregate_mtp,
     aggregate_routers,
     distillation_terms,
@@ -56,10 +58,13 @@ def hook_from_args(
     options = flags.hook_options(args)
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
-    extensions, wrappers, settings = [], [], {}
+    extensions: list[Extension] = []
+    wrappers, settings = [], {}
     if options["report_datasets"]:
         log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
         extensions.append(DatasetReports(log_interval))
+    if options["report_weights"]:
+        extensions.append(WeightReports())
     if options["mtp"] == "same":
         wrappers.append(aggregate_mtp)
         settings["mtp"] = "same"
@@ -70,6 +75,7 @@ def hook_from_args(
         distillation_terms(args, aggregation),
         read_batch=read_batch,
         split=options["split"] or _split_of_megatron(args),
+        also=flags.aggregations_beside(args),
         extensions=extensions,
         wrappers=wrappers,
         empty_step=options["empty_step"],

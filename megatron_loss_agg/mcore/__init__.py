@@ -10,6 +10,7 @@ from megatron_loss_agg.mcore.parts.distillation import distillation_terms, disti
 from megatron_loss_agg.mcore.parts.mtp import MTPLosses, aggregate_mtp
 from megatron_loss_agg.mcore.parts.packing import with_ids
 from megatron_loss_agg.mcore.parts.routers import aggregate_routers
+from megatron_loss_agg.mcore.parts.weighing import WeightReports
 from megatron_loss_agg.mcore.prefetch import Prefetch
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
 
@@ -23,6 +24,7 @@ __all__ = [
     "Prefetch",
     "SampleLoss",
     "TokenLoss",
+    "WeightReports",
     "aggregate_mtp",
     "aggregate_routers",
     "distillation_terms",

@@ -10,7 +10,7 @@ from megatron_loss_agg.plan import StepPlan
 
 
 class Extension:
-    """Something that a hook does besides its loss; either method may be left out.
+    """Something that a hook does besides its loss; each method may be left out.
 
     An extension may raise, add to ``MicrobatchLoss.total`` and add reports.
     """
@@ -21,6 +21,13 @@ class Extension:
         May communicate. The plans are by term; None on the pipeline stages without a loss. Plans
         hold masks and the samples of all ranks only where batches are read (`reads_data`).
         """
+
+    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
+        """Texts by label for the log's first lines, on the rank that prints them.
+
+        The plans are by term, and hold the samples of all ranks.
+        """
+        return {}
 
     def on_loss(self, microbatch: MicrobatchLoss) -> None:
         """For the loss of each microbatch, on the ranks that compute it; must not communicate."""

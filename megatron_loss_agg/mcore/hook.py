@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms, units_by_id
 from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
-from megatron_loss_agg.describe import terms_in_words
+from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
@@ -57,11 +57,7 @@ from megatron_loss_agg.mcore.checks.settings import (
     check_settings,
 )
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.first_line import (
-    first_line,
-    measured_in_words,
-    prints_first_line,
-)
+from megatron_loss_agg.mcore.first_lines import audit_lines, first_lines, prints_first_lines
 from megatron_loss_agg.mcore.forward_step import (
     ModelCalls,
     check_has_gradient,
@@ -73,6 +69,7 @@ from megatron_loss_agg.mcore.forward_step import (
     script_losses,
 )
 from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
+from megatron_loss_agg.mcore.parts.modes import ModeReports, aggregations_beside
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.reports import (
     MicrobatchLoss,
@@ -138,6 +135,8 @@ class LossHook:
         split: how the script splits tokens over context-parallel ranks: ``zigzag`` (inside every
             row or packed sequence), ``zigzag_pack`` (over the whole pack) or ``contiguous``. None:
             ``zigzag``. It is compared with the model's inputs in the first step; see docs/limits.md.
+        also: further modes, presets or aggregations, under which the loss of the first term is
+            reported, too.
         extensions: `Extension` objects, such as `DatasetReports`.
         wrappers: functions (hook, schedule) -> schedule, such as `aggregate_mtp` and
             `aggregate_routers`; their schedules run inside the hook.
@@ -150,11 +149,12 @@ class LossHook:
         audit: measure Megatron's scaling again for every new number of microbatches, and print it.
         trusts_unmeasured: go on with a model whose averaging cannot be measured, as if Megatron's
             DistributedDataParallel averaged it.
-        settings: further settings that must be alike on every rank, which the log's first line says.
+        settings: further settings that must be alike on every rank, which the log's first lines say.
 
     Attributes:
         terms: `Term` by name; one with another multiplier may replace it between steps, alike on
             every rank.
+        also: aggregations under which the loss of the first term is reported, too.
         split: the declared split, or ``zigzag``.
         reports_total: whether reports get ``"loss"``, as of several terms.
         call, plans: of the call that is running; ``plans`` is None on stages without a loss.
@@ -172,6 +172,7 @@ class LossHook:
         read_batch: ReadBatch = read_batch,
         read_step: ReadStep | None = None,
         split: str | None = None,
+        also: Sequence[str | LossAggregation] = (),
         extensions: Iterable[Extension] = (),
         wrappers: Iterable[Wrapper] = (),
         empty_step: str = "train",
@@ -193,7 +194,8 @@ class LossHook:
                 "a term must have another name than 'lm', since 'lm loss' is the mean over tokens. "
                 "Rename it."
             )
-        self.extensions = list(extensions)
+        self.also = aggregations_beside(also, self.terms)
+        self.extensions = [*([ModeReports(self.also)] if also else []), *extensions]
         for extension in self.extensions:
             if not isinstance(extension, Extension):
                 raise OptionError(
@@ -217,7 +219,7 @@ class LossHook:
         self._open_step: _OpenStep | None = None
         self._measured: float | None = None
         self._measured_scales: set[object] = set()
-        self._has_printed = False
+        self._printed: set[tuple[bool, bool]] = set()  # first lines: (of training, without tokens)
         # By model: whether a first training and a first evaluation call were verified.
         self._verified: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
         self._checked_functions: set[object] = set()  # see `checks.loss_function`
@@ -512,7 +514,7 @@ class LossHook:
             self._measured = check_scaling(call, self._trusts_unmeasured)
             self._measured_scales.add(call.scale)
             if self._audits and torch.distributed.get_rank() == 0:
-                print(f"loss aggregation audit: {measured_in_words(self._measured)} ({call.scale})")
+                print(audit_lines(self._measured, call.scale), flush=True)
 
     def _check_step(self, call: Call, plans: Plans | None, records: _Records) -> None:
         """Raise unless the step's losses were those that were planned; in the first step everywhere.
@@ -531,9 +533,8 @@ class LossHook:
                 stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
             if plans is not None:
                 self._check_losses(call, plans, records)
-        tells_of_step = records.is_first and call.trains
-        if tells_of_step and plans is not None and not self._has_printed:
-            self._print_first_line(call, plans)
+        if records.is_first and plans is not None:
+            self._print_first_lines(call, plans)
 
     def _check_number_of_losses(self, plans: Plans, records: _Records) -> None:
         expected = len(plan_of_first_term(plans).sizes)
@@ -585,19 +586,26 @@ class LossHook:
         microbatches = range(len(plan_of_first_term(plans).sizes))
         return any(has_several_samples(plans, i) for i in microbatches)
 
-    def _print_first_line(self, call: Call, plans: Plans) -> None:
-        if _is_empty(self.terms, plans):
+    def _print_first_lines(self, call: Call, plans: Plans) -> None:
+        """Print once of a step with tokens; before it, of an evaluation and of a step without."""
+        is_empty = _is_empty(self.terms, plans)
+        of_step, of_call = (True, False), (call.trains, is_empty)
+        if of_step in self._printed or of_call in self._printed:
             return
-        self._has_printed = True
-        if prints_first_line(call):
+        self._printed.add(of_call)
+        if prints_first_lines(call):
             split = self.split if self._fitting_splits else f"{self.split} (not verified)"
-            text = first_line(call, self.terms, plans, split, self._measured, self._settings)
+            further = [(name, str(value)) for name, value in self._settings.items()]
+            for extension in self.extensions:
+                further += extension.first_lines(plans).items()
+            text = first_lines(call, self.terms, plans, is_empty, split, self._measured, further)
             print(text, flush=True)
             warn_of_restarting_ids(plans)
 
     def _compared_settings(self) -> dict[str, object]:
         return {
             "terms": terms_in_words(self.terms),
+            "also": [aggregation_in_words(agg) for agg in self.also],
             "split": self.split,
             "empty_step": self.empty_step,
             "evaluates": self._evaluates,

@@ -51,6 +51,14 @@ class MegatronScale:
             return 1.0
         return float(self.num_microbatches * self.data_parallel_size)
 
+    def in_words(self) -> str:
+        """Megatron's factor on the loss summed over ranks and microbatches."""
+        if self.per_token:
+            return "divides by the tokens of the step (--calculate-per-token-loss)"
+        if self.normalized:
+            return "adds up (loss_is_normalized)"
+        return "averages over microbatches and data-parallel ranks"
+
     def returned(
         self, loss: Tensor, num_tokens: int, total_tokens: int, report: Mapping[str, Any]
     ) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The operations that the hook adds to a real step, counted; and the line of the log that says it."""
+"""The operations that the hook adds to a real step, counted; and the lines of the log that say it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Term
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, WeightReports
 from tests.core.operations import WAITS, Operations
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Batch, Case, models_of, take
 from tests.host.harness import TOPOLOGIES, on_ranks_of
 from tests.host.refusals import two_rows
 from tests.host.scripts import of_terms
-from tests.host.steps import PLACES, SHORT, aggregation, batch_of, sequences
+from tests.host.steps import NO_TOKENS, PLACES, SHORT, aggregation, batch_of, sequences
 
 FEW, MANY = 2, 12  # samples a microbatch
 NAMES = ("policy", "kl", "entropy", "value", "distillation")
@@ -104,7 +104,12 @@ def test_ranks_that_read_no_data_get_a_few_numbers_a_sample(name: str) -> None:
     assert many - few <= 100 * (MANY - FEW)
 
 
-TOKENS = sum(sum(s.sample.mask) for s in sequences())
+LENGTHS = [sum(s.sample.mask) for s in sequences() if any(s.sample.mask)]
+TOKENS = sum(LENGTHS)
+EFFECTIVE = TOKENS**2 / sum(
+    m**2 for m in LENGTHS
+)  # of token_mean, where a sample weighs its tokens
+LONGEST = 0.1 * len(LENGTHS) * max(LENGTHS) / TOKENS  # of less than one sample
 PRESET = LossAggregation.preset("verl/token-mean")
 TERMS = {
     "policy": LossAggregation.preset("skyrl/prompt_mean"),
@@ -112,37 +117,95 @@ TERMS = {
 }
 
 
-# What is printed of the first training step, by case: before the number of tokens, and after it.
-SAID: dict[str, tuple[Case, str, str]] = {
+# What is printed of the first training step, by case.
+SAID: dict[str, tuple[Case, str]] = {
     "dp2-cp2": (
-        Case("", terms=PRESET),
-        f"token_mean (verl/token-mean); w_t = m_t / {TOKENS:g}; a step of 8 microbatches on 2 "
-        "data-parallel ranks, 10 samples (packed sequences), 7 rollouts, 4 prompts",
-        "; context-parallel split: zigzag",
+        Case("", terms=PRESET, hook={"also": ["token_mean"], "extensions": [WeightReports()]}),
+        f"""\
+loss aggregation: token_mean (verl/token-mean)
+  weight:   w_t = m_t / {TOKENS:g}
+  step:     8 microbatches on 2 data-parallel ranks
+  counts:   10 samples (packed sequences), 7 rollouts, 4 prompts, {TOKENS:g} tokens
+  split:    zigzag, over context-parallel ranks
+  also:     token_mean
+  equal:    token_mean equals verl/token-mean
+  weighed:  {EFFECTIVE:.4g} effective samples, {LONGEST:.1%} of the weight on the longest tenth
+  measured: gradients are 1.000000 times the planned ones
+""",
     ),
     "pp2": (
         Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),
-        "policy: prompt_mean (skyrl/prompt_mean) + "
-        "0.5 * kl: sum (divisor: 1634, rejected: skip); "
-        "w_t = m_t / (M_prompt * 4); w_t = m_t / 1634; "
-        "a step of 4 microbatches on 1 data-parallel rank, 10 samples (rows), 7 rollouts, 4 prompts",
-        "",
+        f"""\
+loss aggregation: policy + 0.5 * kl
+  policy:   prompt_mean (skyrl/prompt_mean); w_t = m_t / (M_prompt * 4)
+  kl:       sum (divisor: 1634, rejected: skip); w_t = m_t / 1634
+  step:     4 microbatches on 1 data-parallel rank
+  counts:   10 samples (rows), 7 rollouts, 4 prompts, {TOKENS:g} tokens
+  measured: gradients are 1.000000 times the planned ones
+""",
     ),
 }
 
 
 @on_ranks_of(*SAID)
 def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
-    case, before, after = SAID[name]
+    case, lines = SAID[name]
     chunks = models_of(TOPOLOGIES[name])(case)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         take(dataclasses.replace(case, times=2), TOPOLOGIES[name], chunks)
-    line = (
-        f"loss aggregation: {before}, {TOKENS:g} tokens{after}; "
-        "gradients are 1.000000 times the planned ones\n"
-    )
     first = dist.get_world_size() // 2 if name == "pp2" else 0  # of the last stage
-    assert output.getvalue() == (line if dist.get_rank() == first else "")
+    said = output.getvalue()
+    assert said == (lines if dist.get_rank() == first else ""), said
+    assert all(len(line) <= 80 for line in lines.splitlines())
+
+
+COUNTS = f"10 samples (packed sequences), 7 rollouts, 4 prompts, {TOKENS:g} tokens"
+# What is printed of an evaluation, a step without tokens and a step, in this order.
+IN_TURN = [
+    f"""\
+loss aggregation: prompt_mean
+  weight:     w_t = m_t / (M_prompt * 4)
+  evaluation: 8 microbatches on 2 data-parallel ranks
+  counts:     {COUNTS}
+""",
+    """\
+loss aggregation: prompt_mean
+  weight:   w_t = m_t / (M_prompt * N_prompt)
+  step:     4 microbatches on 2 data-parallel ranks
+  counts:   4 samples (packed sequences), 1 rollout, 1 prompt, 0 tokens
+  empty:    every token is masked or rejected; the first step with tokens gets
+            such lines, too
+  also:     sample_mean
+  measured: gradients are 1.000000 times the planned ones
+""",
+    f"""\
+loss aggregation: prompt_mean
+  weight:   w_t = m_t / (M_prompt * 4)
+  step:     8 microbatches on 2 data-parallel ranks
+  counts:   {COUNTS}
+  also:     sample_mean
+  measured: gradients are 1.000000 times the planned ones
+""",
+]
+IN_TURN[0] += "  also:       sample_mean\n"
+
+
+@on_ranks_of("dp2")
+def test_an_evaluation_and_a_step_without_tokens_are_said_before_the_first_step(name: str) -> None:
+    step = Case(hook={"evaluates": True, "also": ["sample_mean"]})
+    evaluation = dataclasses.replace(step, call={"forward_only": True})
+    empty = dataclasses.replace(step, places=NO_TOKENS)
+    chunks, hook = models_of(TOPOLOGIES[name])(step), step.new_hook()
+    for case, lines in zip([evaluation, empty, step], IN_TURN, strict=True):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            take(dataclasses.replace(case, times=2), TOPOLOGIES[name], chunks, hook)
+        said = output.getvalue()
+        assert said == (lines if dist.get_rank() == 0 else ""), said
+    hook = step.new_hook()
+    for case, is_said in ((step, True), (evaluation, False), (empty, False)):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            take(case, TOPOLOGIES[name], chunks, hook)
+        assert bool(output.getvalue()) == (is_said and dist.get_rank() == 0)
 
 
 def from_zero(batch: Batch, of_mb: tuple[int, ...]) -> Batch:

@@ -20,7 +20,16 @@ from tests.host.refusals import assert_says
 from tests.host.steps import aggregation, batches
 
 STEP = ((0, 1), (2,), (3, 4))
-AUDIT = "loss aggregation audit: gradients are 1.000000 times the planned ones "
+AUDIT = """\
+loss aggregation audit: gradients are 1.000000 times the planned ones
+  of:       {} on this rank of 2 data-parallel ranks
+  Megatron: {}
+"""
+# By whether --calculate-per-token-loss is on.
+OF_MEGATRON = (
+    "averages over microbatches and data-parallel ranks",
+    "divides by the tokens of the step (--calculate-per-token-loss)",
+)
 ONE = pytest.approx(1.0, rel=1e-6)
 Found = tuple[float | None, str | None]
 
@@ -180,9 +189,10 @@ def test_ranks_may_have_different_numbers_of_microbatches(name: str) -> None:
             places = ((0,),) * numbers[gpt.data_rank()]
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 assert step_of(hook, model, places) == (ONE if is_new else None, None)
-            said = [x for x in output.getvalue().splitlines() if x.startswith(AUDIT)]
-            assert len(said) == (is_new and gpt.data_rank() == 0)
-            assert all(f"(MegatronScale(num_microbatches={numbers[0]}, " in x for x in said)
+            number = f"{numbers[0]} microbatch{'es' if numbers[0] > 1 else ''}"
+            said = AUDIT.format(number, OF_MEGATRON[per_token])
+            assert output.getvalue().startswith(said) == (is_new and gpt.data_rank() == 0)
+            assert output.getvalue().count("audit") == (is_new and gpt.data_rank() == 0)
 
 
 @on_ranks_of("dp2")

@@ -127,6 +127,10 @@ DOCTOR = {
     ),
     f"--cpu examples/pretrain_gpt.py --num-layers 2 {MODE}": "OK: prompt_mean",
     f"examples/pretrain_gpt.py --cpu {MODE}": "FAIL: OptionError: --cpu must stand before the script",
+    "examples/pretrain_gpt.py --num-layers 2 @ sum @-also rollout_mean": (
+        "OK: sum; w_t = m_t; also rollout_mean; no other flag conflicts with it; "
+        "the batches must have rollout_ids"
+    ),
     f"nosuch.py {MODE}": "FAIL: SCRIPT must be a file, got 'nosuch.py'. Give a training script",
     "--num-layers 2": "WARN: without @ the plugin does nothing. Add @ MODE.",
     f"--my-own-flag {MODE}": (

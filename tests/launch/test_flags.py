@@ -12,7 +12,12 @@ import pytest
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.launch import install
-from megatron_loss_agg.launch.flags import VARIABLE, add_arguments, aggregation_from_environment
+from megatron_loss_agg.launch.flags import (
+    VARIABLE,
+    add_arguments,
+    aggregation_from_environment,
+    aggregations_beside,
+)
 from megatron_loss_agg.launch.install import hook_from_args
 from megatron_loss_agg.mcore import DatasetReports, LossHook, aggregate_mtp, aggregate_routers
 
@@ -38,7 +43,8 @@ def test_the_flag_set_is_frozen() -> None:
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
     values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
-    for x in ("audit", "report_datasets"):
+    expected[f"{FLAG}-also"] = ("loss_aggregation_also", "+", None)
+    for x in ("audit", "report_datasets", "report_weights"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
     assert found == expected
 
@@ -68,6 +74,52 @@ AGGREGATIONS = {
 def test_every_option_reaches_the_aggregation(flags: str) -> None:
     (term,) = hook(flags).terms.values()
     assert term.aggregation == AGGREGATIONS[flags]
+
+
+BESIDE = LossAggregation(mode="constant", divisor=7.0, rejected="skip")
+MODES_BESIDE = {
+    "@ token_mean @-also sample_mean verl/seq-mean-token-mean": [
+        LossAggregation(mode="sample_mean"),
+        LossAggregation.preset("verl/seq-mean-token-mean"),
+    ],
+    # Flags of the aggregation are those of every mode that takes them.
+    "@ token_mean @-also constant sample_mean @-divisor 7 @-rejected skip": [BESIDE, SKIPS],
+    "@ constant @-divisor 9 @-also sum": [LossAggregation(mode="sum", divisor=9.0)],
+    "@ sample_mean @-also nested_mean @-levels prompt,sample": [
+        LossAggregation(mode="nested_mean", levels=("prompt", "sample"))
+    ],
+    "@ sample_mean @-also custom @-function json:dumps": [
+        LossAggregation(mode="custom", function=json.dumps)
+    ],
+}
+
+
+@pytest.mark.parametrize("flags", MODES_BESIDE)
+def test_modes_beside_the_loss_take_its_flags(flags: str) -> None:
+    assert aggregations_beside(parsed(flags)) == MODES_BESIDE[flags]
+    (term,) = hook(flags).terms.values()
+    mode = flags.split()[1]
+    own = {"rejected": "skip"} if "skip" in flags else {}
+    own |= {"divisor": 9.0} if mode == "constant" else {}
+    assert term.aggregation == LossAggregation(mode=mode, **own)
+
+
+REFUSED_BESIDE = {
+    "@ token_mean @-also token_mean": r"^also must .* got 'token_mean' twice\. Remove it",
+    "@ token_mean @-also sum sum": r"^also must .* got 'sum' twice\. Remove it",
+    "@ token_mean @-also meen": r"^unknown mode 'meen'",
+    "@ token_mean @-also constant": r"^mode 'constant' needs a divisor",
+    "@ token_mean @-also sample_mean @-divisor 7": r"^mode 'token_mean' takes no divisor",
+    "@ token_mean @-also nested_mean @-levels turn,sample": (
+        r"^also must group by dataset, prompt, rollout or sample, .* got \['turn'\] in 'nested_mean'"
+    ),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED_BESIDE)
+def test_modes_beside_the_loss_that_cannot_be_reported_are_refused(flags: str) -> None:
+    with pytest.raises(OptionError, match=REFUSED_BESIDE[flags]):
+        hook(flags)
 
 
 def test_without_flags_there_is_no_hook() -> None:

@@ -43,6 +43,13 @@ sys.path[0] = sys.argv[0].rpartition("/")[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+BESIDE = (
+    "--loss-aggregation-also",
+    "token_mean",
+    "sample_mean",
+    "--loss-aggregation-report-weights",
+)
+
 _calls = itertools.count()
 
 
@@ -79,7 +86,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "without the plugin": start(tmp_path_factory.mktemp("without"), starter=(str(starter),)),
         "without the flag": start(tmp_path_factory.mktemp("launched")),
         # Megatron then ends the script by itself, after the last step.
-        "with the flag": start(tmp_path_factory.mktemp("flag"), *mode, "--exit-interval", "3"),
+        "with the flag": start(
+            tmp_path_factory.mktemp("flag"), *mode, *BESIDE, "--exit-interval", "3"
+        ),
     }
 
 
@@ -133,9 +142,21 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
     (line,) = (line for line in aggregated.logged if "audit" in line)
     assert "gradients are 1.000000 times the planned ones" in line
     assert not any("audit" in line for line in runs["without the flag"].logged)
+    for line in steps:  # the token mean beside it is what `lm loss` is
+        losses = dict(re.findall(r"(\w+) loss: (\S+)", line))
+        assert {*losses} == {"lm", "prompt_mean", "token_mean", "sample_mean"}
+        lm, token_mean = (float(losses[name]) for name in ("lm", "token_mean"))
+        assert token_mean == pytest.approx(lm, rel=1e-6)
+        assert losses["sample_mean"] not in (losses["token_mean"], losses["prompt_mean"])
+        (effective,) = re.findall(r"effective samples: (\S+)", line)
+        assert 1 <= float(effective) <= 4
     assert differing(aggregated.saved(), plain.saved(), ".model.") != []
     # Random numbers of the CPU are no reason to warn.
-    assert "loss aggregation: prompt_mean" in aggregated.said
+    said = aggregated.said.partition("loss aggregation: prompt_mean\n")[2].splitlines()
+    labels = ("weight", "step", "counts", "also", "equal", "weighed", "measured")
+    assert "  equal:    token_mean equals prompt_mean: there is one prompt" in said
+    assert [line.split(":")[0].strip() for line in said[: len(labels)]] == [*labels]
+    assert all(len(line) <= 80 for line in said[: len(labels)])
     assert "RNG state" not in aggregated.said
 
 
@@ -245,7 +266,7 @@ def of_samples(pairs: list[Pair]) -> float:
 
 SETS = {
     "token_mean": ("--sft", "--sweep-data", "packs", "--context-parallel-size", "2"),
-    "sample_mean": ("--loss-aggregation-empty", "skip"),
+    "sample_mean": ("--loss-aggregation-empty", "skip", "--loss-aggregation-also", "token_mean"),
 }
 
 
@@ -277,9 +298,11 @@ def test_each_validation_set_is_reduced_over_its_tokens_samples_or_calls(
         expected["token_mean"] = expected["lm"]
         assert abs(expected["sample_mean"] / expected["lm"] - 1) > 1e-4  # masks are uneven
         (line,) = re.findall(f"validation-{number} loss at .*", said)
-        for key in ("lm", mode):
+        for key in {"lm", "token_mean", mode}:
             (logged,) = re.findall(f"{key} loss value: (\\S+)", line)
             assert float(logged) == pytest.approx(expected[key], rel=2e-6)
+    # Without training the first evaluation is announced.
+    assert said.count(f"loss aggregation: {mode}") == said.count("\n  evaluation: ") == 1
 
 
 def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
