@@ -49,7 +49,13 @@ _OPTIONS = {
         words=_COUNT_OR_SKIP,
     ),
     "sample_weights": _Option(
-        "whether the batch key 'sample_weights' counts in the denominators", words=_COUNT_OR_SKIP
+        "whether the batch key 'sample_weights', and weights of data sets, count in the denominators",
+        words=_COUNT_OR_SKIP,
+    ),
+    "dataset_weights": _Option(
+        "the weight of each data set, such as 0:0.5,1:2, by its place in the blend (batch key "
+        "dataset_id); needs --loss-aggregation-sample-weights",
+        "ID:WEIGHT,...",
     ),
     "function": _Option(
         "for 'custom': a function (samples) -> coefficient of each sample", "MODULE:NAME"
@@ -98,7 +104,9 @@ _OPTIONS = {
         default="megatron",
     ),
 }
-_OF_AGGREGATION = ("divisor", "levels", "empty", "rejected", "sample_weights", "function")
+_OF_AGGREGATION = (
+    *("divisor", "levels", "empty", "rejected", "sample_weights", "dataset_weights", "function"),
+)
 """The flags that say what is computed; the others set up the hook."""
 
 _REMOVED = {

@@ -37,6 +37,7 @@ def test_the_flag_set_is_frozen() -> None:
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
     values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
+    values += ["-dataset-weights", "-sft-prompt-field"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("audit", "report_datasets"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
@@ -56,6 +57,12 @@ AGGREGATIONS = {
     ),
     "@ custom @-function json:dumps": LossAggregation(mode="custom", function=json.dumps),
     "@ token_mean @-sample-weights skip": LossAggregation(mode="token_mean", sample_weights="skip"),
+    "@ sample_mean @-dataset-weights 1:2,0:.5 @-sample-weights count": LossAggregation(
+        mode="sample_mean", dataset_weights={0: 0.5, 1: 2.0}, sample_weights="count"
+    ),
+    "@ trl/grpo @-dataset-weights 0:3 @-sample-weights skip": LossAggregation(
+        mode="sample_mean", dataset_weights={0: 3.0}, sample_weights="skip"
+    ),
     # A preset keeps its own choice unless told.
     "@ nemo-rl/sequence_level": SKIPS,
     "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
