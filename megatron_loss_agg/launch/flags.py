@@ -33,6 +33,11 @@ class _Option(NamedTuple):
     default: str | None = None  # one of the words
 
 
+_MODES_OF_MTP = (
+    *("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "dataset_mean"),
+    *("sample_sum", "microbatch_mean"),
+)
+"""Those without flags of their own."""
 _COUNT_OR_SKIP = ("count", "skip")
 _OPTIONS = {
     "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D"),
@@ -92,9 +97,9 @@ _OPTIONS = {
         default="refuse",
     ),
     "mtp": _Option(
-        "losses of multi-token prediction: averaged as Megatron does, or aggregated in the same "
-        "way as the main loss (default: megatron)",
-        words=("megatron", "same"),
+        "losses of multi-token prediction: averaged as Megatron does, aggregated in the same way as "
+        "the main loss, or in a mode of their own (default: megatron)",
+        words=("megatron", "same", *_MODES_OF_MTP),
         default="megatron",
     ),
     "moe": _Option(

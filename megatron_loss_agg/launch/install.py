@@ -8,11 +8,13 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import AggregationError, HostError
 from megatron_loss_agg.launch import flags
 from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
@@ -28,6 +30,7 @@ from megatron_loss_agg.mcore import (
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.call import STOCK, model_chunks
 from megatron_loss_agg.mcore.checks.settings import check_settings
+from megatron_loss_agg.mcore.hook import Wrapper
 from megatron_loss_agg.mcore.parts.distillation import KD
 
 Schedule = Callable[..., Any]
@@ -59,9 +62,9 @@ def hook_from_args(
     if options["report_datasets"]:
         log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
         extensions.append(DatasetReports(log_interval))
-    if options["mtp"] == "same":
-        wrappers.append(aggregate_mtp)
-        settings["mtp"] = "same"
+    if options["mtp"] != "megatron":
+        wrappers.append(_wrapper_of_mtp(options["mtp"], aggregation))
+        settings["mtp"] = options["mtp"]
     if options["moe"] == "whole":
         wrappers.append(aggregate_routers)
         settings["moe"] = "whole"
@@ -78,6 +81,15 @@ def hook_from_args(
         trusts_unmeasured=options["unmeasured"] == "trust",
         settings=settings,
     )
+
+
+def _wrapper_of_mtp(mode: str, aggregation: LossAggregation) -> Wrapper:
+    """Aggregates MTP's losses in the way of the main loss, or in ``mode`` with its other options."""
+    if mode == "same":
+        return aggregate_mtp
+    of_mode: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
+    of_mtp = replace(aggregation, mode=mode, **of_mode)
+    return functools.partial(aggregate_mtp, aggregation=of_mtp)
 
 
 def _evaluates(evaluation: str | None, in_training_loop: bool) -> bool:

@@ -149,6 +149,23 @@ def test_a_flag_changes_its_own_argument_of_the_hook_and_no_other(
     assert {name: x for name, x in found.items() if stock[name] != x} == changed
 
 
+def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = "@ trl/dr_grpo @-divisor 8 @-empty skip @-rejected skip @-mtp token_mean"
+    monkeypatch.setattr(install, "LossHook", lambda *_, **arguments: arguments)
+    arguments: Any = hook(flags)
+    (wrapper,) = arguments["wrappers"]
+    assert (wrapper.func, arguments["settings"]) == (aggregate_mtp, {"mtp": "token_mean"})
+    of_mtp = LossAggregation(mode="token_mean", empty="skip", rejected="skip")
+    assert wrapper.keywords["aggregation"] == of_mtp
+    assert of_mtp.label == wrapper.keywords["aggregation"].label
+    with pytest.raises(
+        OptionError, match=r"^--loss-aggregation-mtp must be one of megatron, same, tok"
+    ):
+        hook("@ token_mean @-mtp constant")
+
+
 @pytest.mark.parametrize("of_megatron, interval", [(None, 1), ({"log_interval": 5}, 5)])
 def test_reports_by_data_set_average_as_megatrons_log_does(
     of_megatron: dict[str, Any] | None, interval: int, monkeypatch: pytest.MonkeyPatch
