@@ -69,6 +69,11 @@ _OPTIONS = {
         "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
         "MODULE:NAME",
     ),
+    "sft_prompt_field": _Option(
+        "with Megatron's --sft: the field of a line of JSON that holds its prompt id, or a list of one "
+        "for each of its conversations",
+        "NAME",
+    ),
     "split": _Option(
         "how the tokens of a batch lie on context-parallel ranks: zigzag inside every sequence, "
         "zigzag over the whole pack, or contiguous (default: zigzag; zigzag_pack with Megatron's "

@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import AggregationError, HostError
-from megatron_loss_agg.launch import flags
+from megatron_loss_agg.errors import AggregationError, HostError, OptionError
+from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
 from megatron_loss_agg.mcore import (
     DatasetReports,
@@ -58,6 +58,9 @@ def hook_from_args(
     options = flags.hook_options(args)
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
+    if options["sft_prompt_field"]:
+        _check_prompt_field(args, options)
+        read_batch = sft.read_conversations
     extensions, wrappers, settings = [], [], {}
     if options["report_datasets"]:
         log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
@@ -81,6 +84,19 @@ def hook_from_args(
         trusts_unmeasured=options["unmeasured"] == "trust",
         settings=settings,
     )
+
+
+def _check_prompt_field(args: Any, options: Mapping[str, Any]) -> None:
+    """Raise OptionError where `sft.with_prompt_ids` would have no effect."""
+    if not getattr(args, "sft", True):  # before Megatron has parsed its flags there is none
+        raise OptionError(
+            f"{sft.FLAG} needs Megatron's --sft, got none. Add --sft, or give prompt_ids in the "
+            f"batches and remove {sft.FLAG}."
+        )
+    if options["batch"]:
+        raise OptionError(
+            f"{sft.FLAG} and {flags.FLAG}-batch both read the batches, got both. Remove one of them."
+        )
 
 
 def _wrapper_of_mtp(mode: str, aggregation: LossAggregation) -> Wrapper:
@@ -234,6 +250,14 @@ class Plugin:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return step(optimizer, *args, **kwargs)
 
+    def read_line(
+        self, get_item: Callable[..., Any], dataset: Any, index: int
+    ) -> Mapping[str, Any]:
+        """Returns a pack of Megatron's SFT data, with prompt ids if the flags name their field."""
+        item = get_item(dataset, index)
+        field = getattr(megatron_args(), "loss_aggregation_sft_prompt_field", None)
+        return item if field is None else sft.with_prompt_ids(item, dataset, index, field)
+
     def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
         parser = self._prepare_parser(add_megatron_arguments(parser))
         parser.set_defaults(**self._effect.values)
@@ -296,6 +320,9 @@ def replacements() -> list[Replacement]:
             Replacement(training, "setup_model_and_optimizer", Plugin.set_up_model),
             Replacement(training, "get_forward_backward_func", Plugin.get_schedule),
         ]
+        from megatron.training.datasets.sft_dataset import SFTDataset
+
+        table.append(Replacement(SFTDataset, "__getitem__", Plugin.read_line))
     for holder, name, _ in table:
         if not hasattr(holder, name):
             raise HostError(

@@ -83,14 +83,15 @@ def aggregate_mtp(
         name, term = next(iter(hook.terms.items()))
         depths = number_of_depths(call.config)
         _check_multiplier(name, term)
-        plan, label = hook.plans and hook.plans[name], name
+        plan, label = None if hook.plans is None else hook.plans[name], name
         if aggregation is not None:
             groups = call.groups
             with ExitStack() as stack:
                 if is_first:  # later, ranks would wait without need
                     of_model = [groups.planning, groups.comparing, groups.pp]
                     stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FAILED))
-                plan, label = plan and _replanned(call, plan, aggregation), aggregation.label
+                if plan is not None:
+                    plan, label = _replanned(call, plan, aggregation), aggregation.label
             is_first = False
         if plan is None:
             return schedule(**arguments)
