@@ -513,15 +513,17 @@ def _check_range(c_S: Tensor) -> None:
 
 
 def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
-    argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
-    needed = f"mode {agg.mode!r} groups by {unit}"
-    otherwise = f"choose a mode without {unit}s (--loss-aggregation)"
     if unit == "dataset" and agg.dataset_weights is not None:
-        needed = "dataset_weights are by dataset"
-        otherwise = "drop dataset_weights= (--loss-aggregation-dataset-weights)"
+        return (
+            "dataset_weights are by data set, and a microbatch has no dataset_ids. Give dataset_ids= "
+            "(the batch key 'dataset_ids', or Megatron's 'dataset_id'), or drop dataset_weights= "
+            "(--loss-aggregation-dataset-weights)."
+        )
+    argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
     return (
-        f"{needed}, and a microbatch has no {unit}_ids. Give {argument} (the batch key "
-        f"'{unit}_ids', int64 [samples]), or {otherwise}."
+        f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument} "
+        f"(the batch key '{unit}_ids', int64 [samples]), or choose a mode without {unit}s "
+        "(--loss-aggregation)."
     )
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import AggregationError, HostError, OptionError
+from megatron_loss_agg.errors import AggregationError, HostError
 from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
 from megatron_loss_agg.mcore import (
@@ -59,7 +59,7 @@ def hook_from_args(
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
     if options["sft_prompt_field"]:
-        _check_prompt_field(args, options)
+        sft.check_flag(args, options["batch"])
         read_batch = sft.read_conversations
     extensions, wrappers, settings = [], [], {}
     if options["report_datasets"]:
@@ -84,19 +84,6 @@ def hook_from_args(
         trusts_unmeasured=options["unmeasured"] == "trust",
         settings=settings,
     )
-
-
-def _check_prompt_field(args: Any, options: Mapping[str, Any]) -> None:
-    """Raise OptionError where `sft.with_prompt_ids` would have no effect."""
-    if not getattr(args, "sft", True):  # before Megatron has parsed its flags there is none
-        raise OptionError(
-            f"{sft.FLAG} needs Megatron's --sft, got none. Add --sft, or give prompt_ids in the "
-            f"batches and remove {sft.FLAG}."
-        )
-    if options["batch"]:
-        raise OptionError(
-            f"{sft.FLAG} and {flags.FLAG}-batch both read the batches, got both. Remove one of them."
-        )
 
 
 def _wrapper_of_mtp(mode: str, aggregation: LossAggregation) -> Wrapper:

@@ -16,13 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.launch import flags
+from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.microbatch import Microbatch, ids_from
 
-FLAG = f"{flags.FLAG}-sft-prompt-field"
+FLAG = "--loss-aggregation-sft-prompt-field"
 _KEY = "prompt_ids"
+
+
+def check_flag(args: Any, batch_function: str | None) -> None:
+    """Raise OptionError where the flag would have no effect on Megatron's parsed flags ``args``."""
+    if not getattr(args, "sft", True):  # before Megatron has parsed its flags there is none
+        raise OptionError(
+            f"{FLAG} needs Megatron's --sft, got none. Add --sft, or give prompt_ids in the batches "
+            "and remove the flag."
+        )
+    if batch_function is not None:
+        raise OptionError(
+            f"{FLAG} and --loss-aggregation-batch both read the batches, got both. Remove one of them."
+        )
 
 
 def with_prompt_ids(

@@ -215,7 +215,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^dataset_weights are by dataset, and a microbatch has no dataset_ids. Give .*, or drop .*"
+        "^dataset_weights are by data set, and a microbatch has no dataset_ids. Give .*, or drop .*"
         "--loss-aggregation-dataset-weights",
         of_sums([1.0], OF_DATASETS),
     ),
