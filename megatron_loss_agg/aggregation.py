@@ -17,13 +17,15 @@ place of ``N_across``:
     V_g = (sum over samples s of g of v_s M_s) / M_g, the mean weight of the group's tokens
 
 ``V_g`` of a group without tokens is the mean of ``v_s`` over its samples. ``token_mean`` has no
-outer mean: its ``V_across`` is the mean weight of the step's tokens.
+outer mean: its ``V_across`` is the mean weight of the step's tokens. Where data sets have weights,
+``v_s`` is the sample's own weight times that of its data set.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
@@ -76,7 +78,8 @@ class LossAggregation:
     Raises:
         OptionError: an unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``;
             ``levels``, a ``count``, ``divisor`` or ``function`` that the mode needs and lacks, or
-            does not take; or a divisor that is not a finite number > 0.
+            does not take; a divisor that is not a finite number > 0; or ``dataset_weights`` that
+            are not numbers >= 0, or without ``sample_weights``.
     """
 
     _: KW_ONLY
@@ -101,6 +104,11 @@ class LossAggregation:
     """Whether `Microbatch.sample_weights` are in the denominators: `count` (V_across instead of
     N_across) or `skip`. Must be set if the step has any.
     """
+    dataset_weights: Mapping[int, float] | None = field(default=None, hash=False)
+    """A weight >= 0 for each data set, by its id in `Microbatch.dataset_ids`, such as {0: 0.5, 1: 2}
+    or "0:0.5,1:2". It multiplies the weights of the data set's samples; `sample_weights` must say
+    whether they are in the denominators.
+    """
     function: Callable[..., Any] | None = None
     """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
     name: str | None = field(default=None, compare=False, repr=False)
@@ -120,6 +128,7 @@ class LossAggregation:
         self._check_levels()
         self._check_divisor()
         self._check_function()
+        self._check_dataset_weights()
 
     @classmethod
     def preset(
@@ -130,6 +139,7 @@ class LossAggregation:
         empty: str | None = None,
         rejected: str | None = None,
         sample_weights: str | None = None,
+        dataset_weights: Mapping[int, float] | None = None,
     ) -> LossAggregation:
         """The aggregation that another system calls ``name``, such as ``verl/token-mean``.
 
@@ -155,6 +165,7 @@ class LossAggregation:
             count=preset.count,
             rejected=preset.rejected if rejected is None else rejected,
             sample_weights=sample_weights,
+            dataset_weights=dataset_weights,
             name=name,
         )
 
@@ -183,7 +194,9 @@ class LossAggregation:
     @functools.cached_property
     def units(self) -> set[Unit]:
         """All units by which it groups tokens."""
-        return {unit for unit in (self.within, self.across, *self.path) if unit is not None}
+        of_weights = None if self.dataset_weights is None else "dataset"
+        units = (self.within, self.across, of_weights, *self.path)
+        return {unit for unit in units if unit is not None}
 
     @property
     def ignores_samples(self) -> bool:
@@ -273,6 +286,30 @@ class LossAggregation:
                 "mode custom (function=, or --loss-aggregation-function)."
             )
 
+    def _check_dataset_weights(self) -> None:
+        if self.dataset_weights is None:
+            return
+        weights = _weights_by_id(self.dataset_weights)
+        if not weights:
+            raise OptionError(
+                "dataset_weights must be one finite number >= 0 for each id of a data set, got "
+                f"{self.dataset_weights!r}. Give them by id, such as 0:0.5,1:2 (dataset_weights=, or "
+                "--loss-aggregation-dataset-weights)."
+            )
+        if self.mode == "custom":
+            raise OptionError(
+                "mode 'custom' takes no dataset_weights, since its function weighs samples, got "
+                f"{weights}. Use samples.ids['dataset'] in the function, or drop dataset_weights= "
+                "(--loss-aggregation-dataset-weights)."
+            )
+        if self.sample_weights is None:
+            raise OptionError(
+                "dataset_weights need sample_weights 'count', for a weighted mean, or 'skip', to leave "
+                "the denominators as they are, got none. Choose one (sample_weights=, or "
+                "--loss-aggregation-sample-weights)."
+            )
+        object.__setattr__(self, "dataset_weights", weights)
+
 
 @dataclass(frozen=True)
 class Term:
@@ -327,6 +364,20 @@ def _are_levels(levels: Any) -> bool:
     is_misplaced = "sample" in levels[:-1]
     is_reserved = not {"all", "microbatch"}.isdisjoint(levels)
     return not (is_repeated or is_misplaced or is_reserved)
+
+
+def _weights_by_id(weights: Any) -> dict[int, float]:
+    """Weights by id, in order; empty if ``weights`` are not one number >= 0 for each id."""
+    if isinstance(weights, str):
+        weights = [pair.split(":") for pair in weights.split(",")]
+    items = weights.items() if isinstance(weights, Mapping) else weights
+    try:
+        pairs = [(int(d) if isinstance(d, str) else operator.index(d), float(w)) for d, w in items]
+    except (TypeError, ValueError):
+        return {}
+    by_id = dict(sorted(pairs))
+    is_repeated = len(by_id) < len(pairs)
+    return {} if is_repeated or any(not 0 <= w < math.inf for w in by_id.values()) else by_id
 
 
 def _known_modes(name: object) -> str:

@@ -23,6 +23,8 @@ from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch
 from megatron_loss_agg.tensors import LARGEST_FP32, described, is_plain
 
+NO_DATASET = -1
+"""The id of samples of an evaluation that reads one data set, without ids."""
 _SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
 
 
@@ -310,9 +312,9 @@ def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> No
                 f"Set LossAggregation({name}='count') or 'skip' (--loss-aggregation-"
                 f"{name.replace('_', '-')})."
             )
-    if agg.sample_weights is not None and any(
-        m.sample_weights is None for m in microbatches if m.num_samples
-    ):
+    have_weights = [m.sample_weights is not None for m in microbatches if m.num_samples]
+    needs_weights = agg.sample_weights is not None and agg.dataset_weights is None
+    if (needs_weights or any(have_weights)) and not all(have_weights):
         raise DataError(
             f"sample_weights={agg.sample_weights!r} needs a weight for each sample, and a "
             "microbatch has none. Give sample_weights= (the batch key 'sample_weights', floats "
@@ -389,6 +391,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         _check_range(c_S)
         return c_S, 1.0
     mask_S, counts_S = counted(agg, samples)
+    v_S = _weights_of(agg, samples)
     groups = {unit: samples.groups(unit) for unit in agg.units}
 
     def in_means_G(unit: Unit) -> Tensor:
@@ -415,12 +418,12 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
     # N_across: how many outermost groups there are, or V_across: what they weigh.
     if agg.weighted == "all":
         tokens = float(mask_S.sum())
-        across = float((samples.weight * mask_S).sum()) / tokens if tokens else 0.0
+        across = float((v_S * mask_S).sum()) / tokens if tokens else 0.0
     elif agg.weighted is not None:
         weighted = groups[agg.weighted]
         tokens_G, samples_G = weighted.sums(mask_S), weighted.sums(counts_S)
-        mean_by_token_G = weighted.sums(samples.weight * mask_S) / tokens_G
-        mean_by_sample_G = weighted.sums(samples.weight * counts_S) / samples_G
+        mean_by_token_G = weighted.sums(v_S * mask_S) / tokens_G
+        mean_by_sample_G = weighted.sums(v_S * counts_S) / samples_G
         siblings_G = torch.ones_like(tokens_G).index_copy_(0, weighted.group_S, siblings_S)
         weight_G = torch.where(tokens_G > 0, mean_by_token_G, mean_by_sample_G) / siblings_G
         across = float(weight_G[in_means_G(agg.weighted)].sum())
@@ -435,10 +438,28 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
 
     if across == 0:
         return torch.zeros_like(mask_S), across
-    c_S = samples.weight * (agg.inverse_divisor / across) / (within_S * siblings_S)
+    c_S = v_S * (agg.inverse_divisor / across) / (within_S * siblings_S)
     c_S = c_S.masked_fill(samples.rejected | (mask_S == 0), 0.0)
     _check_range(c_S)
     return c_S, across
+
+
+def _weights_of(agg: LossAggregation, samples: Samples) -> Tensor:
+    """``v_s``, with the weight of the sample's data set."""
+    if agg.dataset_weights is None:
+        return samples.weight
+    datasets = samples.groups("dataset")
+    ids = datasets.ids_G.tolist()
+    # Evaluations may read a set without an id, see `with_dataset_ids`: alone, it needs no weight.
+    weights = {NO_DATASET: 1.0} if ids == [NO_DATASET] else agg.dataset_weights
+    if missing := [d for d in ids if d not in weights]:
+        raise DataError(
+            f"dataset_weights must have a weight for each data set of the step, got none for "
+            f"{', '.join(map(str, missing[:4]))}. Add it (dataset_weights=, or "
+            "--loss-aggregation-dataset-weights)."
+        )
+    weight_G = torch.tensor([weights[d] for d in ids], dtype=torch.float64)
+    return samples.weight * weight_G[datasets.group_S]
 
 
 def _custom_coefficients(agg: LossAggregation, samples: Samples) -> Tensor:
@@ -492,6 +513,12 @@ def _check_range(c_S: Tensor) -> None:
 
 
 def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
+    if unit == "dataset" and agg.dataset_weights is not None:
+        return (
+            "dataset_weights are by data set, and a microbatch has no dataset_ids. Give dataset_ids= "
+            "(the batch key 'dataset_ids', or Megatron's 'dataset_id'), or drop dataset_weights= "
+            "(--loss-aggregation-dataset-weights)."
+        )
     argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
     return (
         f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument} "

@@ -135,4 +135,6 @@ def _shown(value: Any) -> str:
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, tuple):
         return " > ".join(value)
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}:{float(x):.15g}" for key, x in value.items())
     return value if isinstance(value, str) else f"{float(value):.15g}"

@@ -36,6 +36,11 @@ class _Option(NamedTuple):
     nargs: str | None = None  # as of argparse
 
 
+_MODES_OF_MTP = (
+    *("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "dataset_mean"),
+    *("sample_sum", "microbatch_mean"),
+)
+"""Those without flags of their own."""
 _COUNT_OR_SKIP = ("count", "skip")
 _OPTIONS = {
     "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D"),
@@ -52,7 +57,13 @@ _OPTIONS = {
         words=_COUNT_OR_SKIP,
     ),
     "sample_weights": _Option(
-        "whether the batch key 'sample_weights' counts in the denominators", words=_COUNT_OR_SKIP
+        "whether the batch key 'sample_weights', and weights of data sets, count in the denominators",
+        words=_COUNT_OR_SKIP,
+    ),
+    "dataset_weights": _Option(
+        "the weight of each data set, such as 0:0.5,1:2, by its place in the blend (batch key "
+        "dataset_id); needs --loss-aggregation-sample-weights",
+        "ID:WEIGHT,...",
     ),
     "function": _Option(
         "for 'custom': a function (samples) -> coefficient of each sample", "MODULE:NAME"
@@ -63,6 +74,11 @@ _OPTIONS = {
     "batch": _Option(
         "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
         "MODULE:NAME",
+    ),
+    "sft_prompt_field": _Option(
+        "with Megatron's --sft: the field of a line of JSON that holds its prompt id, or a list of one "
+        "for each of its conversations",
+        "NAME",
     ),
     "split": _Option(
         "how the tokens of a batch lie on context-parallel ranks: zigzag inside every sequence, "
@@ -95,9 +111,9 @@ _OPTIONS = {
         default="refuse",
     ),
     "mtp": _Option(
-        "losses of multi-token prediction: averaged as Megatron does, or aggregated in the same "
-        "way as the main loss (default: megatron)",
-        words=("megatron", "same"),
+        "losses of multi-token prediction: averaged as Megatron does, aggregated in the same way as "
+        "the main loss, or in a mode of their own (default: megatron)",
+        words=("megatron", "same", *_MODES_OF_MTP),
         default="megatron",
     ),
     "moe": _Option(
@@ -107,7 +123,9 @@ _OPTIONS = {
         default="megatron",
     ),
 }
-_OF_AGGREGATION = ("divisor", "levels", "empty", "rejected", "sample_weights", "function")
+_OF_AGGREGATION = (
+    *("divisor", "levels", "empty", "rejected", "sample_weights", "dataset_weights", "function"),
+)
 """The flags that say what is computed; the others set up the hook."""
 _ITS_MODE = {"function": "custom", "levels": "nested_mean"}
 """The only mode that takes the option."""

@@ -7,14 +7,16 @@ import atexit
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import AggregationError, HostError
-from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
 from megatron_loss_agg.mcore import (
     DatasetReports,
@@ -31,6 +33,7 @@ from megatron_loss_agg.mcore import (
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.call import STOCK, model_chunks
 from megatron_loss_agg.mcore.checks.settings import check_settings
+from megatron_loss_agg.mcore.hook import Wrapper
 from megatron_loss_agg.mcore.parts.distillation import KD
 
 Schedule = Callable[..., Any]
@@ -58,6 +61,9 @@ def hook_from_args(
     options = flags.hook_options(args)
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
+    if options["sft_prompt_field"]:
+        sft.check_flag(args, options["batch"])
+        read_batch = sft.read_conversations
     extensions: list[Extension] = []
     wrappers, settings = [], {}
     if options["report_datasets"]:
@@ -65,9 +71,9 @@ def hook_from_args(
         extensions.append(DatasetReports(log_interval))
     if options["report_weights"]:
         extensions.append(WeightReports())
-    if options["mtp"] == "same":
-        wrappers.append(aggregate_mtp)
-        settings["mtp"] = "same"
+    if options["mtp"] != "megatron":
+        wrappers.append(_wrapper_of_mtp(options["mtp"], aggregation))
+        settings["mtp"] = options["mtp"]
     if options["moe"] == "whole":
         wrappers.append(aggregate_routers)
         settings["moe"] = "whole"
@@ -85,6 +91,15 @@ def hook_from_args(
         trusts_unmeasured=options["unmeasured"] == "trust",
         settings=settings,
     )
+
+
+def _wrapper_of_mtp(mode: str, aggregation: LossAggregation) -> Wrapper:
+    """Aggregates MTP's losses in the way of the main loss, or in ``mode`` with its other options."""
+    if mode == "same":
+        return aggregate_mtp
+    of_mode: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
+    of_mtp = replace(aggregation, mode=mode, **of_mode)
+    return functools.partial(aggregate_mtp, aggregation=of_mtp)
 
 
 def _evaluates(evaluation: str | None, in_training_loop: bool) -> bool:
@@ -229,6 +244,14 @@ class Plugin:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return step(optimizer, *args, **kwargs)
 
+    def read_line(
+        self, get_item: Callable[..., Any], dataset: Any, index: int
+    ) -> Mapping[str, Any]:
+        """Returns a pack of Megatron's SFT data, with prompt ids if the flags name their field."""
+        item = get_item(dataset, index)
+        field = getattr(megatron_args(), "loss_aggregation_sft_prompt_field", None)
+        return item if field is None else sft.with_prompt_ids(item, dataset, index, field)
+
     def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
         parser = self._prepare_parser(add_megatron_arguments(parser))
         parser.set_defaults(**self._effect.values)
@@ -295,8 +318,19 @@ def replacements() -> list[Replacement]:
             Replacement(training, "setup_model_and_optimizer", Plugin.set_up_model),
             Replacement(training, "get_forward_backward_func", Plugin.get_schedule),
         ]
-        if hasattr(training, "wrap_data_iterator"):  # not in releases
-            table.append(Replacement(training, "wrap_data_iterator", Plugin.wrap_data_iterator))
+    if options["sft_prompt_field"]:
+        sft.check_flag(args, options["batch"])
+        read_batch = sft.read_conversations
+    extensions: list[Extension] = []
+    wrappers, settings = [], {}
+    if options["report_datasets"]:
+        log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
+        extensions.append(DatasetReports(log_interval))
+    if options["report_weights"]:
+        extensions.append(WeightReports())
+    if options["mtp"] != "megatron":
+        wrappers.append(_wrapper_of_mtp(options["mtp"], aggregation))
+        settings["mtp"] = options["mtp"]
     for holder, name, _ in table:
         if not hasattr(holder, name):
             raise HostError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
+from megatron_loss_agg.counting import NO_DATASET
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms, holds_integers
@@ -349,7 +350,7 @@ def pack_offsets(
 
 
 def _with_one_dataset(microbatch: Microbatch) -> Microbatch:
-    return replace(microbatch, dataset_ids=torch.full((microbatch.num_samples,), -1))
+    return replace(microbatch, dataset_ids=torch.full((microbatch.num_samples,), NO_DATASET))
 
 
 def _vector(x: Any) -> Any:

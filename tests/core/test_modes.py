@@ -111,6 +111,46 @@ def test_coefficients_are_sent_without_the_rest_of_the_plan():
     assert len(pickle.dumps(plan.coefficients(0))) < 1000
 
 
+# Three samples: turns of 2 and 1 tokens after a prompt; one of 3 tokens, which touches the turn before,
+# and padding; and none.
+TURNS = [[0.0, 1, 1, 0, 1], [1.0, 1, 1, 0], [0.0, 0]]
+
+
+def by_turn(mask: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Each run of the mask inside a sample, divided by its sum: a turn weighs 1.
+
+    Args:
+        starts: where the samples begin in the flattened mask.
+    """
+    flat = mask.reshape(-1)
+    begins = (flat != 0) & (flat.roll(1) == 0)
+    begins[starts] = True
+    turn = begins.cumsum(0)
+    sums = flat.new_zeros(len(flat) + 1).index_add(0, turn, flat)
+    return torch.where(flat == 0, 0, flat / sums[turn]).view_as(mask)
+
+
+def test_turns_of_samples_are_a_mask_by_turn_or_samples_of_a_finer_cut():
+    mask = torch.tensor([x for sample in TURNS for x in sample], dtype=F64)
+    # The mean over 3 samples of the mean over their turns of that over the turn's tokens:
+    # 1 / (3 * 2 * 2) and 1 / (3 * 2 * 1); 1 / (3 * 1 * 3); nothing.
+    expected = [0, 1 / 12, 1 / 12, 0, 1 / 6, 1 / 9, 1 / 9, 1 / 9, 0, 0, 0]
+    offsets = torch.tensor([0, 5, 9, 11])
+    masked = by_turn(mask, offsets[:-1])
+    assert_same(
+        token_weights(aggregation("sample_mean"), masked, offsets, dtype=F64), expected, 1e-15
+    )
+    # Turns end where the next one of their sample begins; a sample is a rollout of turns.
+    turns, rollouts = torch.tensor([0, 4, 5, 9, 11]), torch.tensor([0, 0, 1, 2])
+    nested = aggregation("nested_mean", levels=("rollout", "sample"))
+    assert_same(token_weights(nested, mask, turns, None, rollouts, F64), expected, 1e-15)
+    rows = torch.tensor([[0.0, 1, 1, 0, 1], [1, 1, 1, 0, 0], [0] * 5], dtype=F64)
+    of_rows = token_weights(
+        aggregation("sample_mean"), by_turn(rows, torch.arange(0, 15, 5)), dtype=F64
+    )
+    assert_same(of_rows, [*expected[:9], 0, *[0] * 5], 1e-15)
+
+
 def test_a_custom_function_makes_coefficients_from_what_was_counted():
     """Weights of samples are in them if the function says so; what it edits is undone."""
 

@@ -157,6 +157,7 @@ TURNS = LossAggregation(mode="nested_mean", levels=("turn", "sample"))
 IN_PROMPTS = LossAggregation(mode="nested_mean", levels=("prompt", "session"))
 TWO_PARENTS = {"prompt_ids": tensor([7, 7, 9]), "ids": {"session": tensor([4, 5, 5])}}
 COUNTED = aggregation("token_mean", sample_weights="count")
+OF_DATASETS = aggregation("token_mean", sample_weights="count", dataset_weights={0: 0.5})
 TERMS = {"a": TOKEN_MEAN, "b": TOKEN_MEAN}
 PLAN = StepPlan.build(TOKEN_MEAN, GOOD[:1])
 HALF = CPLayout.bshd(8, 2, 0)
@@ -190,6 +191,49 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     (OptionError, "^empty must be 'count' or 'skip', got None. ", aggregating("sum", empty=None)),
     (OptionError, "^rejected must be .*, got 'drop'. ", aggregating("sum", rejected="drop")),
     (OptionError, "^sample_weights must be .*, got True", aggregating("sum", sample_weights=True)),
+    *(
+        (
+            OptionError,
+            "^dataset_weights must be one finite number >= 0 for each id of a data set, got .* Give .*"
+            "--loss-aggregation-dataset-weights",
+            aggregating("sum", dataset_weights=x, sample_weights="count"),
+        )
+        for x in ("0.5,2", "0:1,0:2", "a:1", "0:-1", "0:nan", "", {}, {0.5: 1.0}, {0: None}, 3)
+    ),
+    (
+        OptionError,
+        "^dataset_weights need sample_weights 'count', .* or 'skip', .*, got none. Choose one .*"
+        "--loss-aggregation-sample-weights",
+        aggregating("token_mean", dataset_weights={0: 0.5}),
+    ),
+    (
+        OptionError,
+        "^mode 'custom' takes no dataset_weights, .*, got {0: 0.5}. Use samples.ids",
+        aggregating("custom", function=len, dataset_weights={0: 0.5}, sample_weights="skip"),
+    ),
+    (
+        DataError,
+        "^dataset_weights must have a weight for each data set of the step, got none for -1, 2. Add",
+        of_sums([1.0] * 3, OF_DATASETS, dataset_ids=[2, 0, -1]),
+    ),
+    (
+        DataError,
+        "^dataset_weights are by data set, and a microbatch has no dataset_ids. Give .*, or drop .*"
+        "--loss-aggregation-dataset-weights",
+        of_sums([1.0], OF_DATASETS),
+    ),
+    (
+        DataError,
+        "^sample_weights='count' needs a weight for each sample, and a microbatch has none. Give",
+        partial(
+            StepPlan.build,
+            OF_DATASETS,
+            [
+                Microbatch(ROWS, dataset_ids=[0, 0], sample_weights=ONES[:2]),
+                Microbatch(ROWS, dataset_ids=[0, 0]),
+            ],
+        ),
+    ),
     (
         OptionError,
         "^count must be one of sample, rollout, prompt, dataset, got 'tokens'. ",

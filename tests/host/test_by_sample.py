@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle, groupby, product
 from typing import Any
 
 import pytest
@@ -19,14 +19,17 @@ from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
 from tests import oracle
+from tests.core.test_modes import by_turn
 from tests.host import gpt, scripts
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES
 from tests.host.reference import reference
 from tests.host.steps import (
+    PLACES,
     Places,
     batch_of,
     sequences,
+    weights_of,
     weights_with,
 )
 
@@ -77,6 +80,84 @@ def test_weights_by_sample_rejected_ones_and_data_sets_are_exact() -> None:
         batch = partial(scripts.by_sample, **given)
         cases.append(Case(mode, options, layout=layout, per_token=per_token, batch=batch))
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, expected)
+
+
+# Of a data set that the step lacks, too. Sample 5 is alone in data set 5, and has no token.
+WEIGHT_OF = {0: 0.5, 1: 2.0, 2: 0.0, 5: 3.0, 9: 7.0}
+OF_DATASETS = [
+    ("token_mean", "count", False),
+    ("token_mean", "skip", True),
+    ("sample_mean", "count", True),
+    ("prompt_mean", "count", False),
+    ("dataset_mean", "count", False),
+    ("constant", "skip", False),
+    ("microbatch_mean", "count", True),
+]
+
+
+def of_weighted_datasets(case: Case) -> Expected:
+    """A sample weighs what its data set does, times its own weight if the batch has one."""
+    assert isinstance(case.batch, partial)
+    options = {key: x for key, x in case.options.items() if key != "dataset_weights"}
+    if case.mode == "constant":
+        options["divisor"] = 7.0  # as of `aggregation`
+    own = case.batch.keywords.get("sample_weights", [1.0] * len(V))
+
+    def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
+        d = DATASETS[i]
+        weight = own[i] * WEIGHT_OF[d]
+        return dataclasses.replace(sequences()[i].sample, dataset=d, weight=weight)
+
+    weights = weights_with(case.mode, case.places, sample, **options)
+    return reference().gradient(weights), {f"{case.mode} loss": reference().loss(weights)}
+
+
+@pytest.mark.parametrize("name", ["dp2-cp2", "pp2-cp2"])
+def test_weights_of_data_sets_multiply_those_of_samples(name: str) -> None:
+    topology, cases = TOPOLOGIES[name], []
+    for (mode, counting, weighs), (layout, flag, ids) in zip(
+        OF_DATASETS, cycle(LAYOUTS), strict=False
+    ):
+        options = {"sample_weights": counting, "dataset_weights": WEIGHT_OF}
+        batch = partial(
+            scripts.by_sample, **{ids: DATASETS}, **({"sample_weights": V} if weighs else {})
+        )
+        way = {"layout": layout, "per_token": flag, "batch": batch}
+        cases.append(Case(mode, options, places=PLACES[topology.data_parallel_size], **way))
+    assert_exact(topology, cases, of_weighted_datasets)
+
+
+def test_an_evaluation_of_one_data_set_without_ids_has_the_plain_mean() -> None:
+    options = {"sample_weights": "count", "dataset_weights": {0: 0.5}}
+    case = Case("sample_mean", options, call={"forward_only": True})
+    weights = weights_of("sample_mean", case.places)
+    reports = {"sample_mean loss": reference().loss(weights)}
+    assert_exact(TOPOLOGIES["dp2"], [case], lambda _: (reference().gradient(weights), reports))
+
+
+def weights_by_turn(case: Case) -> Expected:
+    """The mean over samples of the mean over the runs of their masks of that over a run's tokens."""
+    order = [i for rank in case.places for of_mb in rank for i in of_mb]
+    weights = []
+    for i in order:
+        turns = [[*run] for m, run in groupby(sequences()[i].sample.mask) if m]
+        ones = iter([1 / (len(order) * len(turns) * len(turn)) for turn in turns for _ in turn])
+        weights.append((i, [next(ones) if m else 0.0 for m in sequences()[i].sample.mask]))
+    return reference().gradient(weights), {"sample_mean loss": reference().loss(weights)}
+
+
+def masked_by_turn(batch: Batch, _: tuple[int, ...]) -> Batch:
+    mask = batch["loss_mask"]
+    starts = batch.get("cu_seqlens_padded", torch.arange(0, mask.numel() + 1, mask.shape[-1]))
+    return {**batch, "loss_mask": by_turn(mask, starts[:-1].long())}
+
+
+def test_turns_are_exact_by_a_mask_that_gives_each_the_weight_1() -> None:
+    cases = [
+        Case("sample_mean", layout=layout, per_token=flag, batch=masked_by_turn, places=PLACES[1])
+        for layout, flag in (("thd", False), ("bshd", True))
+    ]
+    assert_exact(TOPOLOGIES["cp2"], cases, weights_by_turn)
 
 
 def without_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:

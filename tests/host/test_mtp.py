@@ -1,4 +1,4 @@
-"""Losses of multi-token prediction, aggregated as the main loss is, against one fp64 process."""
+"""Losses of multi-token prediction, aggregated by weights of their own, against one fp64 process."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.host.steps import (
     aggregation,
     batch_of,
     sequences,
+    weights_of,
 )
 
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
@@ -43,6 +44,17 @@ def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any
     hook = {"wrappers": [aggregate_mtp]}
     way = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
     return Case(mode, **{"step": with_labels, "hook": hook, **way, **more})
+
+
+def in_mode(mode: str) -> dict[str, Any]:
+    """MTP's losses in a mode of their own."""
+    wrapper = partial(aggregate_mtp, aggregation=aggregation(mode))
+    return {"hook": {"wrappers": [wrapper]}}
+
+
+def mode_of_mtp(case: Case) -> str:
+    (wrapper,) = case.hook["wrappers"]
+    return wrapper.keywords["aggregation"].mode if isinstance(wrapper, partial) else case.mode
 
 
 def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -77,6 +89,10 @@ def with_real_offsets(iterator: Any, model: Any) -> Any:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
+def without_prompts(batch: Batch, _: tuple[int, ...]) -> Batch:
+    return {key: x for key, x in batch.items() if key != "prompt_ids"}
+
+
 def by_sequence(batch: Batch) -> Microbatch:
     """A reader of losses by sample."""
     return Microbatch.of_samples(len(batch["tokens"]), sequences=read_batch(batch))
@@ -98,6 +114,8 @@ CASES = {
         case("bshd", True, "token_mean", **UNLABELLED),
         case("thd", True, "prompt_mean", step=GATHERED),
         case("bshd", False, "prompt_mean", step=GATHERED),
+        case("thd", True, "prompt_mean", **in_mode("token_mean")),
+        case("bshd", False, "token_mean", "fractional", **in_mode("rollout_mean"), times=2),
     ],
     "dp2": [
         case("thd", True, "token_mean"),
@@ -106,10 +124,20 @@ CASES = {
         case("bshd", True, "prompt_mean", calls=(1, N_MB - 1)),
         case("bshd", False, "token_mean", terms=QUARTER),
         case("bshd", True, "prompt_mean", call={"forward_only": True}),
+        case("bshd", True, "sample_sum", calls=(1, N_MB - 1), **in_mode("sample_mean")),
+        case("bshd", False, "token_mean", terms=QUARTER, **in_mode("prompt_mean")),
     ],
-    "pp2": [case("thd", True, "prompt_mean"), case("bshd", False, "token_mean")],
+    "pp2": [
+        case("thd", True, "prompt_mean"),
+        case("bshd", False, "token_mean"),
+        case("thd", False, "token_mean", **in_mode("prompt_mean")),
+    ],
     "vpp2": [case("thd", True, "prompt_mean"), case("bshd", False, "token_mean")],
-    "tp2": [case("thd", False, "prompt_mean"), case("bshd", True, "token_mean")],
+    "tp2": [
+        case("thd", False, "prompt_mean"),
+        case("bshd", True, "token_mean"),
+        case("thd", True, "prompt_mean", **in_mode("token_mean")),
+    ],
 }
 
 
@@ -146,16 +174,17 @@ def of_depths(model: str) -> dict[str, Reference]:
 
 
 def expected(case: Case, model: str) -> Expected:
-    """Every depth has the weights that its targets have in the main loss."""
-    weights = case.weights
+    """Every depth has the weights that its targets have in the main loss, in the mode of MTP."""
     multiplier = case.terms[case.mode].multiplier if case.terms else 1.0
     parts, reports, total = [], {}, 0.0
     for depth, reference in of_depths(model).items():
         factor = multiplier * (FACTOR / DEPTHS if depth else 1.0)
+        mode = mode_of_mtp(case) if depth else case.mode
+        weights = weights_of(mode, case.places, case.masks)
         parts.append((factor, reference, weights))
         loss = reference.loss(weights)
         total += factor * loss
-        reports[f"{depth}{case.mode} loss"] = loss
+        reports[f"{depth}{mode} loss"] = loss
     if case.terms:
         reports["loss"] = total
     if case.call:  # an evaluation, which has the main loss alone
@@ -164,7 +193,7 @@ def expected(case: Case, model: str) -> Expected:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_aggregated_as_the_main_loss(name: str) -> None:
+def test_losses_are_aggregated_as_the_main_loss_or_in_their_own_mode(name: str) -> None:
     topology = TOPOLOGIES[name]
     cases = [
         dataclasses.replace(case, places=PLACES[topology.data_parallel_size])
@@ -240,6 +269,17 @@ ROWS = {
         partial(of_terms, names="ab", step=with_labels),
         "OptionError: by which it multiplies MTP's losses, got 0 of 'a'. Change it",
         terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
+    ),
+    "in a mode by ids that batches lack": Refusal(
+        "PeerError: another rank cannot aggregate the losses of MTP. Fix",
+        case(
+            *("bshd", False, "token_mean"),
+            batch=without_prompts,
+            places=PLACES[1],
+            **in_mode("prompt_mean"),
+        ),
+        "pp2",
+        {1: "DataError: mode 'prompt_mean' groups by prompt ... no prompt_ids"},
     ),
     "of a term named as a depth": refused(
         partial(of_terms, names=("a", "mtp_1 a"), step=with_labels),

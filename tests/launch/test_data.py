@@ -153,26 +153,39 @@ class Characters:
         return [ord(x) for turn in turns for x in turn["content"]]
 
 
-def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
-    """Masks and offsets of packs, and what is printed of them."""
+SFT_FLAGS = (
+    "--sft --tokenizer-type SFTTokenizer --tokenizer-model none "
+    "--sft-tokenizer-prompt-format nemotron-h-aligned"
+)
+
+
+def stand_in_for_libraries() -> None:
+    """Those that Megatron uses to download tokenizers, and to read JSON."""
     from megatron.core.tokenizers.text.libraries import sft_tokenizer
 
     def load_dataset(kind: str, data_files: str, split: str) -> list[Any]:
         return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
-    # Megatron uses these to download, and to read JSON.
     sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
     auto = SimpleNamespace(from_pretrained=lambda **_: Characters())
     sft_tokenizer.HAVE_TRANSFORMERS = True
     sft_tokenizer.transformers = SimpleNamespace(AutoTokenizer=auto)
+
+
+def line_of(conversations: list[list[tuple[str, str]]], **fields: Any) -> str:
+    """A line of JSON, with more fields."""
+    turns = [{"role": role, "content": text} for chat in conversations for role, text in chat]
+    return json.dumps({"messages": turns, **fields}) + "\n"
+
+
+def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
+    """Masks and offsets of packs, and what is printed of them."""
+    stand_in_for_libraries()
     path = folder / "chats.jsonl"
-    with path.open("w") as file:
-        for pack in (CONVERSATIONS, CONVERSATIONS[:1], CONVERSATIONS[1:], CONVERSATIONS):
-            turns = [{"role": role, "content": text} for chat in pack for role, text in chat]
-            file.write(json.dumps({"messages": turns}) + "\n")
+    packs = (CONVERSATIONS, CONVERSATIONS[:1], CONVERSATIONS[1:], CONVERSATIONS)
+    path.write_text("".join(map(line_of, packs)))
     flags = (
-        f"--seq-length 24 --sft --data-path {path} --split 1,0,0 --tokenizer-type SFTTokenizer "
-        "--tokenizer-model none --sft-tokenizer-prompt-format nemotron-h-aligned "
+        f"--seq-length 24 --data-path {path} --split 1,0,0 {SFT_FLAGS} "
         "--micro-batch-size 1 --global-batch-size 4"
     )
     rows = list(read(flags.split(), 4))

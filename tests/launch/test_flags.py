@@ -42,6 +42,7 @@ def test_the_flag_set_is_frozen() -> None:
     found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
     values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
+    values += ["-dataset-weights", "-sft-prompt-field"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     expected[f"{FLAG}-also"] = ("loss_aggregation_also", "+", None)
     for x in ("audit", "report_datasets", "report_weights"):
@@ -62,6 +63,12 @@ AGGREGATIONS = {
     ),
     "@ custom @-function json:dumps": LossAggregation(mode="custom", function=json.dumps),
     "@ token_mean @-sample-weights skip": LossAggregation(mode="token_mean", sample_weights="skip"),
+    "@ sample_mean @-dataset-weights 1:2,0:.5 @-sample-weights count": LossAggregation(
+        mode="sample_mean", dataset_weights={0: 0.5, 1: 2.0}, sample_weights="count"
+    ),
+    "@ trl/grpo @-dataset-weights 0:3 @-sample-weights skip": LossAggregation(
+        mode="sample_mean", dataset_weights={0: 3.0}, sample_weights="skip"
+    ),
     # A preset keeps its own choice unless told.
     "@ nemo-rl/sequence_level": SKIPS,
     "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
@@ -192,6 +199,23 @@ def test_a_flag_changes_its_own_argument_of_the_hook_and_no_other(
     stock = arguments_of_hook(monkeypatch, "@ sum", None)
     found = arguments_of_hook(monkeypatch, f"@ sum {flags}", of_megatron)
     assert {name: x for name, x in found.items() if stock[name] != x} == changed
+
+
+def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = "@ trl/dr_grpo @-divisor 8 @-empty skip @-rejected skip @-mtp token_mean"
+    monkeypatch.setattr(install, "LossHook", lambda *_, **arguments: arguments)
+    arguments: Any = hook(flags)
+    (wrapper,) = arguments["wrappers"]
+    assert (wrapper.func, arguments["settings"]) == (aggregate_mtp, {"mtp": "token_mean"})
+    of_mtp = LossAggregation(mode="token_mean", empty="skip", rejected="skip")
+    assert wrapper.keywords["aggregation"] == of_mtp
+    assert of_mtp.label == wrapper.keywords["aggregation"].label
+    with pytest.raises(
+        OptionError, match=r"^--loss-aggregation-mtp must be one of megatron, same, tok"
+    ):
+        hook("@ token_mean @-mtp constant")
 
 
 @pytest.mark.parametrize("of_megatron, interval", [(None, 1), ({"log_interval": 5}, 5)])

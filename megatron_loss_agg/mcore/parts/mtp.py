@@ -1,7 +1,8 @@
-"""Losses of multi-token prediction (MTP), aggregated as the language model's loss is.
+"""Losses of multi-token prediction (MTP), aggregated as the language model's loss is, or in another way.
 
 At depth ``d``, position ``t`` predicts the target of position ``t + d``. Its loss gets the weight
-that this target has in the main loss, so that the loss of a step is extended by
+that this target has in the main loss, or would have under another aggregation of it, so that the
+loss of a step is extended by
 
     f / D * sum_d sum_t w_t^(d) * l_t^(d)
 
@@ -20,13 +21,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import Term
-from megatron_loss_agg.collectives import broadcast_result
+from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.collectives import broadcast_result, failing_together
+from megatron_loss_agg.counting import check_fields, coefficients
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.masks import brought_to_cpu, shifted
 from megatron_loss_agg.mcore.call import Call, replaced
@@ -42,10 +45,15 @@ if TYPE_CHECKING:
     from megatron_loss_agg.mcore.hook import LossHook
 
 _METHOD = "compute_language_model_loss"
-_FLAG = "--loss-aggregation-mtp same (aggregate_mtp)"
+_FLAG = "--loss-aggregation-mtp (aggregate_mtp)"
+_ANOTHER_RANK_FAILED = (
+    "another rank cannot aggregate the losses of MTP. Fix the error of that rank first."
+)
 
 
-def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[..., Any]:
+def aggregate_mtp(
+    hook: LossHook, schedule: Callable[..., Any], aggregation: LossAggregation | None = None
+) -> Callable[..., Any]:
     """A schedule that adds MTP's losses in training, with the weights of the hook's first term.
 
         hook = LossHook(LossAggregation(mode="prompt_mean"), wrappers=[aggregate_mtp])
@@ -53,13 +61,21 @@ def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[...,
     Reports get ``"mtp_1 <first term> loss"`` and so on: the weighted sum of each depth, without
     ``f / D``. ``"loss"``, of a hook of several terms, includes MTP's part.
 
+    Args:
+        aggregation: of MTP's losses, if not that of the first term, whose samples and multiplier
+            they keep: ``wrappers=[functools.partial(aggregate_mtp, aggregation=...)]``. The reports
+            have its label in place of the first term's name.
+
     Raises:
         HostError: when called: a model without MTP layers, or one that shifts other masks.
         OptionError: when called: the first term has multiplier 0.
+        DataError: when called: batches without the ids that ``aggregation`` needs.
     """
+    is_first = True  # call that trains
 
     @functools.wraps(schedule)
     def aggregated(**arguments: Any) -> Any:
+        nonlocal is_first
         call = hook.call
         if call is None or not call.trains:
             return schedule(**arguments)
@@ -67,9 +83,18 @@ def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[...,
         name, term = next(iter(hook.terms.items()))
         depths = number_of_depths(call.config)
         _check_multiplier(name, term)
-        if hook.plans is None:
+        plan, label = None if hook.plans is None else hook.plans[name], name
+        if aggregation is not None:
+            groups = call.groups
+            with ExitStack() as stack:
+                if is_first:  # later, ranks would wait without need
+                    of_model = [groups.planning, groups.comparing, groups.pp]
+                    stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FAILED))
+                if plan is not None:
+                    plan, label = _replanned(call, plan, aggregation), aggregation.label
+            is_first = False
+        if plan is None:
             return schedule(**arguments)
-        plan = hook.plans[name]
         masks = _masks_on_rank(call, plan, hook.split, depths)
         losses = MTPLosses(depths)
         hooked_step, forward_steps = arguments["forward_step_func"], 0
@@ -87,7 +112,7 @@ def aggregate_mtp(hook: LossHook, schedule: Callable[..., Any]) -> Callable[...,
             factor = term.multiplier * call.config.mtp_loss_scaling_factor / depths
             part = factor * torch.stack(sums).sum()
             pairs = {
-                f"mtp_{depth} {name} loss": report_pair(call, plan, x)
+                f"mtp_{depth} {label} loss": report_pair(call, plan, x)
                 for depth, x in enumerate(sums, start=1)
             }
             report = merged_reports(report, pairs)
@@ -235,6 +260,20 @@ def _check_multiplier(name: str, term: Term) -> None:
             f"{_FLAG} needs a first term with a multiplier, by which it multiplies MTP's losses, got 0 "
             f"of {name!r}. Change it (--logits-load-kd-loss-alpha below 1), or drop the flag."
         )
+
+
+def _replanned(call: Call, plan: StepPlan, aggregation: LossAggregation) -> StepPlan:
+    """``plan`` with the coefficients of another aggregation of its samples."""
+
+    def of_plan() -> Tensor:
+        """At hand on tensor-parallel rank 0 alone."""
+        assert plan.samples is not None
+        check_fields(aggregation, plan.microbatches)
+        c_S, _ = coefficients(aggregation, plan.samples)
+        return c_S[plan.rows.samples]
+
+    c_S = broadcast_result(of_plan, call.groups.tp, 0)
+    return replace(plan, aggregation=aggregation, coefficient_S=c_S)
 
 
 def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[int, list[Tensor]]:

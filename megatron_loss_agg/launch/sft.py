@@ -1,0 +1,99 @@
+"""Prompt ids of Megatron's ``--sft`` data, from a field of its lines of JSON.
+
+A line is one pack, of one conversation or several; each begins with a system message. The field
+holds the id of all of them, an int or a string, or a list with one for each. An id travels as one
+of each token, so that it goes through whatever Megatron does with the tokens, and is read at the
+first token of its conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.mcore import read_batch
+from megatron_loss_agg.microbatch import Microbatch, ids_from
+
+FLAG = "--loss-aggregation-sft-prompt-field"
+_KEY = "prompt_ids"
+
+
+def check_flag(args: Any, batch_function: str | None) -> None:
+    """Raise OptionError where the flag would have no effect on Megatron's parsed flags ``args``."""
+    if not getattr(args, "sft", True):  # before Megatron has parsed its flags there is none
+        raise OptionError(
+            f"{FLAG} needs Megatron's --sft, got none. Add --sft, or give prompt_ids in the batches "
+            "and remove the flag."
+        )
+    if batch_function is not None:
+        raise OptionError(
+            f"{FLAG} and --loss-aggregation-batch both read the batches, got both. Remove one of them."
+        )
+
+
+def with_prompt_ids(
+    item: Mapping[str, Any], dataset: Any, index: int, field: str
+) -> dict[str, Any]:
+    """``item``, number ``index`` of Megatron's ``SFTDataset``, with the prompt id of each token.
+
+    Raises:
+        DataError: the line lacks the field, or its value does not fit the conversations.
+    """
+    number = int(dataset.indices[index % len(dataset.indices)])
+    place = f"line {number + 1} of {dataset.dataset_path}"
+    line = dataset.dataset.dataset[number]
+    value = line.get(field)
+    if value is None:
+        raise DataError(
+            f"every line must have the field {field!r} of prompt ids, got none in {place}. Add an id, "
+            f"or a list of one for each conversation, or change {FLAG}."
+        )
+    conversations = 1 + sum(message["role"] == "system" for message in line["messages"][1:])
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    values = list(value) if is_list else [value] * conversations
+    ids = ids_from(f"{field!r} in {place} ({FLAG})", values)
+    if len(ids) != conversations:
+        raise DataError(
+            f"the field {field!r} must hold an id, or a list of one for each of the {conversations} "
+            f"conversations, got {len(ids)} in {place}. Correct it, or change {FLAG}."
+        )
+    return {**item, _KEY: _of_tokens(ids, item["cu_seqlens"], place)}
+
+
+def _of_tokens(ids: Tensor, cu_seqlens: Tensor, place: str) -> Tensor:
+    """int64 [tokens], from those of conversations, of which the last ones may be cut off."""
+    offsets = cu_seqlens.tolist()
+    end = offsets[-1]  # repeated to a length that is the same for all packs
+    lengths = [b - a for a, b in pairwise(offsets[: offsets.index(end) + 1])]
+    if 0 in lengths:
+        raise DataError(
+            f"every conversation must have tokens, got one without in {place}. Remove it, or drop "
+            f"{FLAG}."
+        )
+    return ids[: len(lengths)].repeat_interleave(torch.tensor(lengths))
+
+
+def read_conversations(batch: Any) -> Microbatch:
+    """As `read_batch`, with the prompt ids of `with_prompt_ids`.
+
+    Raises:
+        DataError: the batch has none, or as `read_batch`.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get(_KEY), Tensor):
+        raise DataError(
+            f"{FLAG} needs batches of Megatron's SFTDataset that keep their {_KEY!r}, got "
+            f"{sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use Megatron's "
+            "own --sft data and loader, or drop the flag."
+        )
+    microbatch = read_batch({key: x for key, x in batch.items() if key != _KEY})
+    ids_T = batch[_KEY].reshape(-1)
+    starts = microbatch.sample_starts
+    if starts is None:
+        starts = torch.arange(microbatch.num_samples + 1) * batch[_KEY].shape[-1]
+    return replace(microbatch, prompt_ids=ids_T[starts[:-1].long()])
