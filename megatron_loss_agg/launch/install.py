@@ -318,19 +318,11 @@ def replacements() -> list[Replacement]:
             Replacement(training, "setup_model_and_optimizer", Plugin.set_up_model),
             Replacement(training, "get_forward_backward_func", Plugin.get_schedule),
         ]
-    if options["sft_prompt_field"]:
-        sft.check_flag(args, options["batch"])
-        read_batch = sft.read_conversations
-    extensions: list[Extension] = []
-    wrappers, settings = [], {}
-    if options["report_datasets"]:
-        log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
-        extensions.append(DatasetReports(log_interval))
-    if options["report_weights"]:
-        extensions.append(WeightReports())
-    if options["mtp"] != "megatron":
-        wrappers.append(_wrapper_of_mtp(options["mtp"], aggregation))
-        settings["mtp"] = options["mtp"]
+        if hasattr(training, "wrap_data_iterator"):  # not in releases
+            table.append(Replacement(training, "wrap_data_iterator", Plugin.wrap_data_iterator))
+        from megatron.training.datasets.sft_dataset import SFTDataset
+
+        table.append(Replacement(SFTDataset, "__getitem__", Plugin.read_line))
     for holder, name, _ in table:
         if not hasattr(holder, name):
             raise HostError(
