@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain import stock
-from megatron_loss_agg.explain.samples import LISTS, from_jsonl, from_lists
+from megatron_loss_agg.explain.chats import add_chats, lines_of_chats
+from megatron_loss_agg.explain.samples import LISTS, Sample, from_jsonl, from_lists, from_rows
 from megatron_loss_agg.explain.shares import ALL_MODES, explain
-from megatron_loss_agg.explain.show import as_json, as_text, draw
+from megatron_loss_agg.explain.show import as_json, as_text, draw, shares_by_sample, write_csv
 
 __all__ = ["main"]
 
@@ -25,27 +26,41 @@ def main(argv: Sequence[str], read: stock.Read) -> int:
     if argv[:1] == ["--data"]:
         return stock.main(argv[1:], read)
     args = _parser().parse_args(argv)
-    lists = {name: getattr(args, name) for name in LISTS}
-    if args.jsonl is None:
-        samples = from_lists(args.lengths, **lists)
-    else:
-        for name, values in lists.items():
-            if values is not None:
-                raise OptionError(
-                    f"--jsonl takes no --{name}, got both. Put the values on the file's lines."
-                )
-        samples = from_jsonl(args.jsonl)
+    samples = _samples(args)
     modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
     shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
     if args.plot is not None:
         draw(args.plot, samples, shown)
         print(f"drawn: {args.plot}", file=sys.stderr)
+    if args.csv is not None:
+        write_csv(args.csv, shares_by_sample(samples, shown))
+        print(f"written: {args.csv}", file=sys.stderr)
     to_text = as_json if args.json else as_text
     try:
         print(to_text(samples, shown, left_out), flush=True)
     except BrokenPipeError:  # closed by the reader, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _samples(args: argparse.Namespace) -> list[Sample]:
+    """Those of the lists or of the file.
+
+    Raises:
+        AggregationError: they cannot be read, or lists stand beside a file.
+    """
+    lists = {name: getattr(args, name) for name in LISTS}
+    if args.lengths is not None:
+        return from_lists(args.lengths, **lists)
+    flag, path = ("--jsonl", args.jsonl) if args.jsonl is not None else ("--chats", args.chats)
+    for name, values in lists.items():
+        if values is not None:
+            raise OptionError(
+                f"{flag} takes no --{name}, got both. Put the values on the file's lines."
+            )
+    if flag == "--jsonl":
+        return from_jsonl(path)
+    return from_rows(flag, path, lines_of_chats(path, args.tokenizer))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         '"rollout": any, "dataset": any, "microbatch": any, "rank": any}; '
         "all but the first are optional",
     )
+    add_chats(step, parser)
     for name, unit in LISTS.items():
         parser.add_argument(
             f"--{name}",
@@ -86,4 +102,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
     parser.add_argument("--plot", metavar="FILE", help="draw both tables (png, svg, pdf)")
+    parser.add_argument("--csv", metavar="FILE", help="write a line for each mode and sample")
     return parser

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +22,10 @@ COLUMNS = (*BY_ID, "microbatch", "rank")
 LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
 """Options of the command line, and the columns that they give."""
 _WIDEST = 16
+_BAR = 30
+_SECONDS = 0.3
+"""Between two pictures of the bar."""
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -79,10 +85,20 @@ def from_jsonl(path: str) -> list[Sample]:
         OptionError: the file or a line cannot be read.
         DataError: only some lines have a prompt, rollout, data set, microbatch or rank.
     """
-    samples = [parsed(where, row) for where, row in lines_of("--jsonl", path)]
+    return from_rows("--jsonl", path, lines_of("--jsonl", path))
+
+
+def from_rows(flag: str, path: str, rows: Iterable[tuple[str, Any]]) -> list[Sample]:
+    """Samples from the objects of a file, each beside its place.
+
+    Raises:
+        OptionError: there is none, or one is no sample.
+        DataError: only some have a prompt, rollout, data set, microbatch or rank.
+    """
+    samples = [parsed(where, row) for where, row in with_progress(rows)]
     if not samples:
         raise OptionError(
-            f"--jsonl must name a file with a JSON object for each sample, got no line in {path}. "
+            f"{flag} must name a file with a JSON object for each sample, got no line in {path}. "
             "Write one."
         )
     for name in COLUMNS:
@@ -90,23 +106,29 @@ def from_jsonl(path: str) -> list[Sample]:
         if 0 < without < len(samples):
             raise DataError(
                 f"{name!r} must be on every line of {path} or on none, got {without} of "
-                f"{len(samples)} lines without it. Add it (--jsonl)."
+                f"{len(samples)} lines without it. Add it ({flag})."
             )
     return samples
 
 
-def rows_from(path: str, number: int) -> Iterator[Microbatch]:
+def rows_from(path: str, number: int, is_split: bool) -> Iterator[Microbatch]:
     """The first ``number`` lines of a file, each a row of a batch: a length or an object.
 
     An object is as in `from_jsonl`; beside "loss_mask", "cu_seqlens" holds the offsets of the
-    samples of a pack.
+    samples of a pack. Rows that context parallelism splits have a mask.
 
     Raises:
         OptionError: the file or a line cannot be read.
     """
-    for where, line in lines_of("--data", path, max(number, 0)):
+    for where, line in lines_of("--data", path, number):
         row: Any = {"length": line} if isinstance(line, int | float) else line
         mask = torch.tensor([[parsed(where, row).tokens]])
+        if is_split and "loss_mask" not in row:
+            raise OptionError(
+                "under --context-parallel-size a row must be a 'loss_mask', padded as in the "
+                "batch, since its place in the row decides which rank has a token, got a length "
+                f"in {where}. Write masks."
+            )
         starts = None
         if "loss_mask" in row:
             mask = torch.tensor([row["loss_mask"]], dtype=torch.float64)
@@ -145,6 +167,23 @@ def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[
         raise OptionError(
             f"{flag} must name a readable text file, got {path} ({error}). Change the path."
         ) from error
+
+
+def with_progress(rows: Iterable[_Row], total: int | None = None) -> Iterator[_Row]:
+    """The rows; while reading takes long, a bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from rows
+        return
+    shown_at, width = time.monotonic(), 0
+    for number, row in enumerate(rows, 1):
+        yield row
+        if time.monotonic() >= shown_at + _SECONDS:
+            filled = 0 if total is None else _BAR * number // total
+            bar = "" if total is None else f"[{'#' * filled:{_BAR}}] "
+            text = f"{bar}{number:,} rows read"
+            print(f"\r{text:{width}}", end="", file=sys.stderr, flush=True)
+            shown_at, width = time.monotonic(), len(text)
+    print(f"\r{'':{width}}\r" if width else "", end="", file=sys.stderr, flush=True)
 
 
 def parsed(where: str, row: Any) -> Sample:

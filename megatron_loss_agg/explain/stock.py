@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain.samples import Sample, rows_from
+from megatron_loss_agg.explain.chats import add_chats, rows_of_chats
+from megatron_loss_agg.explain.samples import Sample, rows_from, with_progress
 from megatron_loss_agg.explain.shares import Shares, explain
-from megatron_loss_agg.explain.show import aligned, draw
+from megatron_loss_agg.explain.show import aligned, draw, quarters, span, write_csv
 from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -36,13 +37,24 @@ Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
 
 
 def main(argv: Sequence[str], read: Read) -> int:
-    """Print the answer for the arguments after ``--data``, save the plot, and return the exit code.
+    """Print the answer for the arguments after ``--data``, save the files, return the exit code.
 
     Raises:
         AggregationError: bad data or flags.
     """
     options = list(itertools.takewhile(lambda arg: arg != "--", argv))
-    args, megatron_flags = _parser().parse_args(options), argv[len(options) + 1 :]
+    args, unknown = _parser().parse_known_args(options)
+    megatron_flags = argv[len(options) + 1 :]
+    if unknown:
+        raise OptionError(
+            f"options of explain --data must stand before -- and Megatron's flags after it, got "
+            f"{unknown[0]} before it. Put -- in front of the run's own script and flags."
+        )
+    if not megatron_flags:
+        raise OptionError(
+            "explain --data must have the run's own flags after --, got none. Add them: at least "
+            "-- --micro-batch-size N --global-batch-size N."
+        )
     run = BatchFlags.of(megatron_flags)
     against = args.against or _twice_the_microbatch(run)
     other = BatchFlags.of([*megatron_flags, *shlex.split(against)])
@@ -52,26 +64,69 @@ def main(argv: Sequence[str], read: Read) -> int:
             f"--global-batch-size {other.global_batch_size}. Drop that flag from --against."
         )
     number = max(1024, run.global_batch_size) if args.samples is None else args.samples
-    rows = rows_from(args.file, number) if args.file else read(megatron_flags, number)
+    if number < run.global_batch_size:
+        raise OptionError(
+            f"--samples must be at least --global-batch-size, got {number} and "
+            f"{run.global_batch_size}. Raise --samples, or drop it."
+        )
+    is_split = max(run.context_parallel_size, other.context_parallel_size) > 1
+    rows = _rows(args, number, megatron_flags, read, is_split)
     with contextlib.redirect_stdout(sys.stderr):  # what Megatron prints
-        tokens = LossTokens.of(_with_progress(rows, number), run, other)
+        tokens = LossTokens.of(with_progress(rows, number), run, other)
     if not bool(tokens.tokens_SC.any()):
         raise OptionError(
-            f"the data must have a step of {run.global_batch_size} rows with loss tokens, got "
-            "none. Read more rows (--samples), or lower --global-batch-size."
+            f"the data must have loss tokens, got none in {len(tokens.tokens_N):,} steps of "
+            f"{run.global_batch_size} rows. Read more rows (--samples)."
         )
+    layouts = [
+        Layout(f"this run{_ranks_in_words(run)}", run, tokens.rank_C),
+        Layout(f"with {against}", other, tokens.other_rank_C),
+    ]
+    if is_split and run.context_parallel_size > 1 and other.context_parallel_size > 1:
+        whole = run._replace(context_parallel_size=1)
+        name = "with --context-parallel-size 1"
+        layouts.append(Layout(name, whole, torch.zeros_like(tokens.rank_C)))
     weights = {
         "stock": stock_weights(tokens, run, tokens.rank_C),
         against: stock_weights(tokens, other, tokens.other_rank_C),
     }
     step, samples, shown = _first_step(tokens)
     if args.plot is not None:
-        draw(
-            args.plot, samples, {"stock": _mean_of_samples(tokens, weights["stock"], step), **shown}
-        )
+        of_stock = [_mean_of_samples(tokens, x_SC, step) for x_SC in weights.values()]
+        names = ("stock", f"stock with {against}")
+        of_layouts = {
+            f"{name} (weights add up to {shares.total:.2f})": shares
+            for name, shares in zip(names, of_stock, strict=True)
+        }
+        draw(args.plot, samples, {**of_layouts, **shown})
         print(f"drawn: {args.plot}, of step {step + 1}", file=sys.stderr)
-    print(*_answer(tokens, run, other, weights, step, shown), sep="\n")
+    if args.csv is not None:
+        write_csv(args.csv, _by_sample(tokens, weights))
+        print(f"written: {args.csv}", file=sys.stderr)
+    print(*_answer(tokens, layouts, weights, step, shown), sep="\n")
     return 0
+
+
+def _rows(
+    args: argparse.Namespace, number: int, flags: Sequence[str], read: Read, is_split: bool
+) -> Iterator[Microbatch]:
+    """The first rows of the chats, of the file, or of the data that Megatron's flags name."""
+    if args.chats is None and args.tokenizer is None:
+        return rows_from(args.file, number, is_split) if args.file else read(flags, number)
+    if args.file:
+        raise OptionError(
+            "--data must have either a file of rows or --chats, got both. Drop "
+            f"{args.file}, or --chats and --tokenizer."
+        )
+    parser = argparse.ArgumentParser("megatron_loss_agg explain --data", allow_abbrev=False)
+    parser.add_argument("--seq-length", type=int, default=0)
+    seq_length = parser.parse_known_args(flags)[0].seq_length
+    if seq_length < 1:
+        raise OptionError(
+            f"--chats needs the length of a row, got --seq-length {seq_length}. Add --seq-length "
+            "after --."
+        )
+    return rows_of_chats(args.chats, args.tokenizer, number, seq_length)
 
 
 class BatchFlags(NamedTuple):
@@ -121,6 +176,15 @@ class BatchFlags(NamedTuple):
         return "M_all" if self.calculate_per_token_loss else f"(M_part * {self.parts})"
 
 
+class Layout(NamedTuple):
+    """A run whose weights are added up."""
+
+    name: str
+    flags: BatchFlags
+    rank_C: Tensor
+    """int64: the context-parallel rank of each cell."""
+
+
 @dataclass(frozen=True)
 class LossTokens:
     """Loss tokens of the samples of whole steps, by cells.
@@ -145,10 +209,16 @@ class LossTokens:
         """Of one row or pack each, without those after the last whole step.
 
         Raises:
-            AggregationError: bad masks or offsets, or a row that so many ranks cannot split.
+            AggregationError: fewer rows than a step has, bad masks or offsets, or a row that so
+                many ranks cannot split.
         """
         cp_size, other_cp_size = run.context_parallel_size, other.context_parallel_size
         of_rows = [_tokens(row, cp_size, other_cp_size) for row in rows]
+        if len(of_rows) < run.global_batch_size:
+            raise OptionError(
+                f"the data must have the {run.global_batch_size} rows of a step, got "
+                f"{len(of_rows)}. Give more rows, or lower --global-batch-size."
+            )
         del of_rows[len(of_rows) // run.global_batch_size * run.global_batch_size :]
         samples_of_row = torch.tensor([len(x) for x in of_rows], dtype=torch.int64)
         row_S = torch.arange(len(of_rows)).repeat_interleave(samples_of_row)
@@ -184,13 +254,7 @@ def stock_weights(tokens: LossTokens, flags: BatchFlags, rank_C: Tensor) -> Tens
     Args:
         rank_C: the context-parallel rank of each cell under ``flags``.
     """
-    microbatch_S = tokens.row_S // flags.micro_batch_size
-    part_SC = microbatch_S[:, None] * flags.context_parallel_size + rank_C
-    tokens_P = torch.bincount(
-        part_SC.flatten(),
-        tokens.tokens_SC.flatten(),
-        minlength=len(tokens.tokens_N) * flags.parts,
-    )
+    part_SC, tokens_P = _parts(tokens, flags, rank_C)
     counted_P = tokens_P.float().trunc().double()  # of a sum in fp32
     if flags.calculate_per_token_loss:
         counted_N = counted_P.view(-1, flags.parts).sum(1).clamp(min=1)
@@ -198,6 +262,32 @@ def stock_weights(tokens: LossTokens, flags: BatchFlags, rank_C: Tensor) -> Tens
     else:
         divisor_SC = flags.parts * counted_P[part_SC].clamp(min=1)
     return tokens.tokens_N[tokens.step_S, None] / divisor_SC
+
+
+def _parts(tokens: LossTokens, flags: BatchFlags, rank_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of each cell, int64 [samples, cells]; and ``M_part`` of all parts, fp64."""
+    microbatch_S = tokens.row_S // flags.micro_batch_size
+    part_SC = microbatch_S[:, None] * flags.context_parallel_size + rank_C
+    tokens_P = torch.bincount(
+        part_SC.flatten(),
+        tokens.tokens_SC.flatten(),
+        minlength=len(tokens.tokens_N) * flags.parts,
+    )
+    return part_SC, tokens_P
+
+
+def sums_of_weights(tokens: LossTokens, weight_SC: Tensor) -> Tensor:
+    """``sum_t w_t`` of each step with loss tokens, fp64, of multiples of token_mean's weights."""
+    sum_N = torch.bincount(tokens.step_S, (weight_SC * tokens.tokens_SC).sum(1))
+    has_tokens_N = tokens.tokens_N > 0
+    return sum_N[has_tokens_N] / tokens.tokens_N[has_tokens_N]
+
+
+def _empty_parts(tokens: LossTokens, layout: Layout) -> float:
+    """The fraction of parts without a loss token, of steps that have one."""
+    _, tokens_P = _parts(tokens, layout.flags, layout.rank_C)
+    is_empty = tokens_P.view(-1, layout.flags.parts)[tokens.tokens_N > 0] == 0
+    return float(is_empty.double().mean())
 
 
 def _tokens(row: Microbatch, cp_size: int, other_cp_size: int) -> Tensor:
@@ -227,15 +317,18 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron_loss_agg explain --data",
         usage="%(prog)s [FILE] [options] -- [SCRIPT] FLAG ...",
         description="Show what stock Megatron weighs the tokens of a run's own data by. Megatron "
-        "reads it from the run's flags; or a line of FILE is a row, as a length or a JSON object.",
+        "reads it from the run's flags; or a line of FILE is a row, as a length or a JSON object; "
+        "or a line of --chats is a row.",
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="lengths or loss masks")
+    add_chats(parser, parser)
     parser.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")
     parser.add_argument(
         "--against", metavar="FLAGS", help="of another layout (default: twice --micro-batch-size)"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw one step (png, svg, pdf)")
+    parser.add_argument("--csv", metavar="FILE", help="write the weights of every sample")
     return parser
 
 
@@ -245,12 +338,9 @@ def _twice_the_microbatch(run: BatchFlags) -> str:
     return f"--micro-batch-size {1 if run.global_batch_size % size else size}"
 
 
-def _with_progress(rows: Iterable[Microbatch], number: int) -> Iterable[Microbatch]:
-    with contextlib.suppress(ImportError):
-        from tqdm import tqdm
-
-        return tqdm(rows, total=number, unit=" rows", disable=None)  # None: shown on a terminal
-    return rows
+def _ranks_in_words(flags: BatchFlags) -> str:
+    size = flags.context_parallel_size
+    return f" (context-parallel size {size}, zigzag)" if size > 1 else ""
 
 
 def _first_step(tokens: LossTokens) -> tuple[int, list[Sample], dict[str, Shares]]:
@@ -271,13 +361,12 @@ def _mean_of_samples(tokens: LossTokens, weight_SC: Tensor, step: int) -> Shares
 
 def _answer(
     tokens: LossTokens,
-    run: BatchFlags,
-    other: BatchFlags,
+    layouts: Sequence[Layout],
     weights: Mapping[str, Tensor],
     step: int,
     shown: Mapping[str, Shares],
 ) -> list[str]:
-    """The printed lines: weights, their formulas, and how they differ between the two runs."""
+    """The printed lines: weights, their formulas, their sums, and how two layouts differ."""
     is_active_SC = tokens.tokens_SC > 0
     stock, stock_of_other = (x_SC[is_active_SC] for x_SC in weights.values())
     factor = float(torch.maximum(stock / stock_of_other, stock_of_other / stock).max())
@@ -285,22 +374,68 @@ def _answer(
     steps_with_tokens = tokens.tokens_N.count_nonzero()
     percent = float(50 * (fraction_SC - other_fraction_SC).abs().sum() / steps_with_tokens)
     against = [*weights][1]
+    run, other = (layout.flags for layout in layouts[:2])
     same_microbatches = run.micro_batch_size == other.micro_batch_size
     exception = "" if same_microbatches else " but microbatch_mean"
+    sums = _by_layout(tokens, layouts)
     return [
-        f"Stock Megatron gives a token {_span(stock)} times the weight that token_mean gives it,",
+        f"Stock Megatron gives a token {span(stock)} times its weight in token_mean.",
+        *_scale(sums["sum of weights"][0]),
         f"steps: {len(tokens.tokens_N):,}, of {run.global_batch_size:,} rows; "
         f"samples: {len(tokens.row_S):,}; loss tokens: {float(tokens.tokens_S.sum()):,.15g}",
         f"stock: w_t = m_t / {run.divisor}",
         *(f"{mode}: {shares.formula} in step {step + 1}" for mode, shares in shown.items()),
         "",
-        "Weight of a token, as a multiple of token_mean, for samples of so many loss tokens",
-        aligned(_by_length(tokens, weights)),
+        "Weight of a token, as a multiple of token_mean, by the sample's loss tokens",
+        aligned(_by_length(tokens, weights), keys=2),
         "",
-        f"Stock Megatron with {against}: {percent:.1f} % of the weight is on other tokens,",
+        "Sum of stock Megatron's weights of a step. A part (a microbatch on one",
+        "context-parallel rank) without a loss token adds 0 to the mean over parts.",
+        aligned(sums, keys=len(sums), left=("layout",)),
+        "",
+        f"Stock Megatron with {against}:",
+        f"{percent:.1f} % of the weight is on other tokens, with both sums scaled to 1,",
         f"and a token's weight changes by a factor of up to {factor:.2f}.",
-        f"Every mode of --loss-aggregation{exception} gives a token the same weight in both.",
+        f"Every mode of --loss-aggregation{exception}",
+        "gives a token the same weight in both.",
     ]
+
+
+def _scale(total: str) -> list[str]:
+    """The sum of the weights in words."""
+    if total == "1.00":
+        return ["Its weights add up to 1.00 in a step, as those of a mean do."]
+    return [
+        f"Its weights add up to {total} in a step, where those of a mean add up to 1:",
+        f"its gradient is about {total} times as large as that of a mean.",
+    ]
+
+
+def _by_layout(tokens: LossTokens, layouts: Sequence[Layout]) -> dict[str, list[str]]:
+    """Columns: of each layout, the sum of its weights in the mean over steps, and empty parts."""
+    sums = [
+        sums_of_weights(tokens, stock_weights(tokens, layout.flags, layout.rank_C)).mean()
+        for layout in layouts
+    ]
+    return {
+        "sum of weights": [f"{float(total):.2f}" for total in sums],
+        "empty parts": [f"{100 * _empty_parts(tokens, layout):.1f} %" for layout in layouts],
+        "layout": [layout.name for layout in layouts],
+    }
+
+
+def _by_sample(tokens: LossTokens, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+    """The lines of a CSV file: of each layout and sample, weights as multiples of token_mean's."""
+    yield ["layout", "step", "row", "tokens", "least", "largest", "sum_of_weights"]
+    tokens_of_step_S = tokens.tokens_N[tokens.step_S].clamp(min=1e-300)
+    places = zip(tokens.step_S.tolist(), tokens.row_S.tolist(), strict=True)
+    numbered = [(step + 1, row + 1) for step, row in places]
+    for layout, weight_SC in weights.items():
+        sum_S = (weight_SC * tokens.tokens_SC).sum(1) / tokens_of_step_S
+        for s, place in enumerate(numbered):
+            active = weight_SC[s][tokens.tokens_SC[s] > 0]
+            ends = [float(x) for x in active.aminmax()] if active.numel() else ["", ""]
+            yield [layout, *place, float(tokens.tokens_S[s]), *ends, float(sum_S[s])]
 
 
 def _fractions(tokens: LossTokens, weight_SC: Tensor) -> Tensor:
@@ -313,16 +448,9 @@ def _fractions(tokens: LossTokens, weight_SC: Tensor) -> Tensor:
 def _by_length(tokens: LossTokens, weights: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Columns: of each quarter of the samples, by length, the least and largest weights."""
     tokens_S, is_active_SC = tokens.tokens_S, tokens.tokens_SC > 0
-    lengths = tokens_S[tokens_S > 0].sort().values
-    cuts = lengths[[len(lengths) * k // 4 for k in range(4)]].unique()
-    quarter_S = torch.bucketize(tokens_S, cuts, right=True)  # 0: without tokens
-    is_in_quarter = [quarter_S == k for k in range(1, len(cuts) + 1)]
-    columns = {"loss tokens": [_span(tokens_S[is_in_S], ",.10g") for is_in_S in is_in_quarter]}
+    is_in_quarter = quarters(tokens_S)
+    columns = {"loss tokens": [span(tokens_S[is_in_S], ",.10g") for is_in_S in is_in_quarter]}
     columns["samples"] = [f"{int(is_in_S.sum()):,}" for is_in_S in is_in_quarter]
     for name, x_SC in weights.items():
-        columns[name] = [_span(x_SC[is_in_S][is_active_SC[is_in_S]]) for is_in_S in is_in_quarter]
+        columns[name] = [span(x_SC[is_in_S][is_active_SC[is_in_S]]) for is_in_S in is_in_quarter]
     return columns
-
-
-def _span(x: Tensor, form: str = ".2f") -> str:
-    return " to ".join(dict.fromkeys(format(float(end), form) for end in x.aminmax()))
