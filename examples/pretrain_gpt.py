@@ -96,9 +96,10 @@ def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs 
     build = partial(
         PackedPairs,
         seq_length=args.seq_length,
-        pad_to=shards,
+        pad_to=args.pad_samples_to or shards,
         seed=args.seed,
         per_module=args.samples_per_module,
+        longest=args.longest_sample,
     )
     print_rank_0(f"> standard library: {training} training and {validation} validation packs")
     # Megatron takes no empty data set: with --eval-iters 0 there is none.
@@ -118,6 +119,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=8,
         help="Functions of one module, at most, that follow one another as one prompt group.",
+    )
+    group.add_argument("--longest-sample", type=int, help="Tokens; longer functions are left out.")
+    group.add_argument(
+        "--pad-samples-to",
+        type=int,
+        help="Each sample takes a multiple of so many tokens. With --seq-length, a pack is one "
+        "padded sample. Default: what context parallelism needs.",
     )
     return parser
 

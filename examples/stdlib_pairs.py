@@ -140,10 +140,10 @@ def samples(split: str, seed: int, max_length: int, per_module: int) -> Iterator
 class PackedPairs(Dataset[dict[str, Tensor]]):
     """Packs of whole samples, at most `seq_length` positions each; item i is one microbatch.
 
-    Every sample takes its length rounded up to a multiple of `pad_to` (2 * cp_size, so that each
-    context-parallel rank gets two equal chunks of it). Packs are filled in stream order, so that
-    consecutive packs, which Megatron's sampler gives to different data-parallel ranks and
-    microbatches, share prompt groups.
+    Every sample takes its length rounded up to a multiple of `pad_to` (of 2 * cp_size, so that each
+    context-parallel rank gets two equal chunks of it), and none is longer than `longest`. Packs are
+    filled in stream order, so that consecutive packs, which Megatron's sampler gives to different
+    data-parallel ranks and microbatches, share prompt groups.
     """
 
     def __init__(
@@ -155,9 +155,11 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
         pad_to: int,
         seed: int = 1234,
         per_module: int = 8,
+        longest: int | None = None,
     ) -> None:
         self.pad_to = pad_to
-        stream = samples(split, seed, seq_length // pad_to * pad_to, per_module)
+        fitting = seq_length // pad_to * pad_to
+        stream = samples(split, seed, min(fitting, longest or fitting), per_module)
         self._packs = list(itertools.islice(self._fill(stream, seq_length), packs))
 
     def _fill(self, stream: Iterator[Pair], capacity: int) -> Iterator[list[Pair]]:

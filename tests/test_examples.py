@@ -20,6 +20,7 @@ from examples import stdlib_pairs
 from examples.grpo import checkpoint, packing, task
 from examples.grpo.options import MODES, Options, parse
 from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
+from megatron_loss_agg.__main__ import main
 from megatron_loss_agg.mcore import read_batch
 from tests.frameworks.harness import run_in_bash
 from tests.host.harness import run_host_ranks
@@ -70,6 +71,20 @@ def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) ->
     halved = losses(run_in_bash(f"{torchrun} {command} 2>&1", **quiet))
     for name, values in trained.items():
         assert halved[name] == pytest.approx(values, rel=1e-4)
+
+
+def test_short_chats_halve_stock_megatrons_gradient_as_explain_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = flags_of("short_chats.sh")
+    said = [forked(tmp_path, 2, "pretrain_gpt.py", *flags, *mode) for mode in ((), processes.MODE)]
+    stock, plugin = (float(re.findall(r"grad norm: (\S+)", x)[0]) for x in said)
+    assert plugin > 1 and stock / plugin == pytest.approx(0.5, abs=1e-3)
+    packs = stdlib_pairs.PackedPairs("train", packs=4, seq_length=1024, pad_to=1024, longest=256)
+    rows = [json.dumps({"loss_mask": pack["loss_mask"].tolist()}) for pack in packs]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    assert main(["explain", "--data", str(tmp_path / "rows.jsonl"), "--", *flags]) == 0
+    assert "\nIts weights add up to 0.50 in a step, " in capsys.readouterr().out
 
 
 # What a script that starts without the launcher does before it imports Megatron, or the CPU stands

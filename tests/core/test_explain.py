@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ import pytest
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.__main__ import main
 from megatron_loss_agg.describe import formula  # as doctor prints it, before a step is counted
+from megatron_loss_agg.explain import samples
+from megatron_loss_agg.explain.samples import LISTS as UNIT_OF
 
 GUIDE = (Path(__file__).parents[2] / "docs/flags.md").read_text(encoding="utf-8")
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -23,6 +28,7 @@ STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1", "--levels", "prompt,s
 STEP += ["--divisor", "100"]
 
 UNITS = ("rollout", "prompt", "dataset", "microbatch")
+LISTS = {unit: option for option, unit in UNIT_OF.items()}
 # The formula of each mode, and the weight of a token of each sample.
 MODES = {
     "token_mean": ("m_t / 1050", [1 / 1050] * 3),
@@ -104,14 +110,141 @@ def test_modes_without_their_input_are_left_out(capsys):
     assert found["left_out"]["prompt_mean"] == "needs --prompts, or 'prompt' on every line"
 
 
+# 1 to 24 tokens, M = 300, and a sample without any: 6 samples in each quarter.
+MANY = [
+    "--lengths",
+    ",".join(map(str, [0, *range(24, 0, -1)])),
+    "--modes",
+    "token_mean,sample_mean",
+]
+QUARTERS = {
+    # Sums of tokens over 300, a quarter of the samples, and 300 / (25 * M_s) at the ends.
+    "1 to 6 6": ["7 25", "1 2 to 12"],
+    "7 to 12 6": ["19 25", "1 1 to 1.71"],
+    "13 to 18 6": ["31 25", "1 0.667 to 0.923"],
+    "19 to 24 6": ["43 25", "1 0.5 to 0.632"],
+}
+
+
+def test_many_samples_are_shown_by_quarters(capsys):
+    lines = [" ".join(line.split()) for line in printed(capsys, *MANY).splitlines()]
+    expected = [f"{ends} {row[k]}" for k in (0, 1) for ends, row in QUARTERS.items()]
+    assert [line for line in lines if line in expected] == expected
+    assert "25 samples, 1 of them without loss tokens; --csv FILE has a line for each" in lines
+    assert len(lines) < 20
+    few = printed(capsys, "--lengths", ",".join(["1"] * 20))
+    assert "\n    19       1 " in few and "quarter" not in few
+    nothing = printed(capsys, "--lengths", ",".join(["0"] * 21))
+    assert "21 samples, 21 of them without" in nothing
+
+
+@pytest.mark.parametrize("columns", [70, 80, 200])
+def test_tables_fit_into_the_terminal(capsys, tmp_path, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    many = [f"{i % 7 + i * 100}" for i in range(25)]
+    groups = (arg for name in UNITS for arg in (f"--{LISTS[name]}", ",".join(many)))
+    for step in (STEP, ["--lengths", ",".join(many), *groups, "--levels=prompt,sample"]):
+        out = printed(capsys, *step, "--divisor", "1")
+        tables = [line for line in out.splitlines() if not re.search(r"^[A-Z]|[:;] | \* ", line)]
+        assert max(map(len, tables)) <= columns
+        assert all(mode in " ".join(tables).split() for mode in MODES)
+    path = write(tmp_path / "rows.jsonl", *ROWS)
+    run = ["--micro-batch-size", "1", "--global-batch-size", "2", "--context-parallel-size", "2"]
+    lines = printed(capsys, "--data", path, "--", *run).splitlines()
+    assert max(map(len, lines)) <= max(columns, 80)
+
+
+def lines_of(path: str) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_file_has_a_line_for_each_mode_and_sample(capsys, tmp_path):
+    path = str(tmp_path / "out.csv")
+    as_json = modes_of(capsys, *STEP)
+    assert main(["explain", *STEP, "--csv", path]) == 0
+    assert capsys.readouterr().err == f"written: {path}\n"
+    lines = lines_of(path)
+    assert [line["mode"] for line in lines] == [mode for mode in as_json for _ in LENGTHS]
+    assert [line["prompt"] for line in lines[:3]] == ["a", "a", "b"]
+    for mode, row in as_json.items():
+        own = [line for line in lines if line["mode"] == mode]
+        for name in ("share", "weight_per_token", "relative_to_token_mean"):
+            assert [float(line[name]) for line in own] == row[name]
+
+
+def test_a_file_has_a_line_for_each_layout_and_sample_of_a_run(capsys, tmp_path):
+    path = str(tmp_path / "out.csv")
+    rows = write(tmp_path / "rows.txt", *FOUR, 0, 0, 2, 2)
+    assert main(["explain", "--data", rows, "--csv", path, *RUN]) == 0
+    capsys.readouterr()
+    lines = lines_of(path)
+    assert [line["layout"] for line in lines] == ["stock"] * 8 + ["--micro-batch-size 4"] * 8
+    assert [line["step"] for line in lines[:8]] == [*"11112222"]
+    assert [line["row"] for line in lines[:8]] == [*"12345678"]
+    # 16 / (2 * 4) and 16 / (2 * 12); in the second step 4 / (2 * 4), and a part without a token.
+    assert [line["least"] for line in lines[:8]] == ["2.0"] * 2 + [str(16 / 24)] * 2 + ["", ""] + [
+        "0.5"
+    ] * 2
+    sums = [float(line["sum_of_weights"]) for line in lines]
+    assert sums[:2] == [1 / 8, 3 / 8] and sum(sums[:4]) == pytest.approx(1, rel=1e-14)
+    assert sum(sums[4:8]) == pytest.approx(0.5, rel=1e-14)
+    assert sum(sums[12:]) == pytest.approx(1, rel=1e-14)
+
+
+def test_curves_in_one_place_have_one_name_and_others_look_different(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    seen = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: seen.extend(figure.axes))
+    step = ["--lengths", "1,10,100", "--divisor", "2.5", "--prompts", "0,0,1"]
+    modes = "token_mean,sample_sum,constant,sum,sample_mean,trl/grpo,prompt_mean"
+    assert main(["explain", *step, "--modes", modes, "--plot", "out.png"]) == 0
+    left, right = ([line.get_label() for line in axes.lines] for axes in seen)
+    assert set(right) == {
+        "token_mean = sample_sum = constant = sum",
+        "sample_mean = trl/grpo",
+        "prompt_mean",
+    }
+    assert len(left) == 6 and "sample_mean = trl/grpo" in left
+    for axes in seen:
+        looks = [
+            (x.get_color(), x.get_linestyle(), x.get_marker(), x.get_linewidth())
+            for x in axes.lines
+        ]
+        assert len({*looks}) == len(looks)
+    assert [seen[0].xaxis.get_major_formatter()(x, 0) for x in (30, 1000)] == ["30", "1,000"]
+    assert seen[1].yaxis.get_major_formatter()(6, 0) == "6 %"
+    seen.clear()
+    path = write(tmp_path / "lengths.txt", 0, 0, *FOUR)
+    run = ["--against=--micro-batch-size 1", "--", "--micro-batch-size=2", "--global-batch-size=6"]
+    assert main(["explain", "--data", path, "--plot", "out.png", *run]) == 0
+    left = seen[0]
+    # Microbatches of 0, 4 and 12 tokens, then rows alone, which are sample_mean.
+    assert {line.get_label() for line in left.lines} == {
+        "stock (weights add up to 0.67)",
+        "stock with --micro-batch-size 1 (weights add up to 0.67) = sample_mean",
+        "token_mean",
+    }
+    looks = [(x.get_color(), x.get_marker()) for x in left.lines]
+    assert len({*looks}) == len(looks)
+
+
 ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
 EITHER = "OptionError: each sample must be an object with either 'length' or 'loss_mask', got "
 NUMBERS = "OptionError: a length must be a finite number >= 0, and a loss_mask a list of them, got "
-NO_STEP = "OptionError: the data must have a step of 1 rows with loss tokens, got none. "
+NO_ROWS = "OptionError: the data must have the 1 rows of a step, got 0. Give more rows, or lower "
+NO_TOKENS = "OptionError: the data must have loss tokens, got none in 1 steps of 1 rows. Read more "
 SIZES = (
     "OptionError: --global-batch-size must be a multiple of --micro-batch-size, and both above 0, "
 )
-SEQUENCE = "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 1"
+SEQUENCE = "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 3"
+LENGTH = (
+    "OptionError: under --context-parallel-size a row must be a 'loss_mask', padded as in the "
+    "batch, since its place in the row decides which rank has a token, got a length in PATH:1. "
+)
+CP2 = f"--data PATH {ONE_ROW} --context-parallel-size 2"
 NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
 # Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
@@ -142,6 +275,31 @@ BAD_ARGUMENTS = {
     f"--data x --against=--global-batch-size=4 {ONE_ROW}": (
         "OptionError: --against must keep the step of 1 rows, got --global-batch-size 4. Drop "
     ),
+    "--data": (
+        "OptionError: explain --data must have the run's own flags after --, got none. Add them: "
+    ),
+    "--data x --": "OptionError: explain --data must have the run's own flags after --, got none.",
+    "--data x --micro-batch-size 2": (
+        "OptionError: options of explain --data must stand before -- and Megatron's flags after "
+        "it, got --micro-batch-size before it. Put -- in front "
+    ),
+    "--data x --samples 3 -- --micro-batch-size 2 --global-batch-size 4": (
+        "OptionError: --samples must be at least --global-batch-size, got 3 and 4. Raise "
+    ),
+    "--chats x": "OptionError: --chats and --tokenizer must stand together, got --chats without",
+    f"--data --tokenizer x {ONE_ROW} --seq-length 4": (
+        "OptionError: --chats and --tokenizer must stand together, got --tokenizer alone. Give "
+    ),
+    "--chats x --tokenizer y --prompts 1": "OptionError: --chats takes no --prompts, got both. ",
+    f"--data x --chats x --tokenizer y {ONE_ROW}": (
+        "OptionError: --data must have either a file of rows or --chats, got both. Drop x, or "
+    ),
+    f"--data --chats x --tokenizer y {ONE_ROW}": (
+        "OptionError: --chats needs the length of a row, got --seq-length 0. Add --seq-length "
+    ),
+    "--lengths 1 --csv no/such/folder/out.csv": (
+        "OptionError: --csv must name a file that can be written, got no/such/folder/out.csv "
+    ),
     f"--data x {ONE_ROW} --rampup-batch-size 1 1 9": (
         "OptionError: all steps must have the same size, got --rampup-batch-size. Drop it after --"
     ),
@@ -169,15 +327,19 @@ BAD_RUNS = {
         "OptionError: cu_seqlens must be a list of ints, got x in PATH:1. Correct the line."
     ),
     '{"loss_mask": [1], "cu_seqlens": [0.5]}': "OptionError: PATH:1: cu_seqlens must be int32 or i",
-    "0": NO_STEP,
-    "": NO_STEP,
+    "0": NO_TOKENS,
+    "": NO_ROWS,
     "\xff": "OptionError: --data must name a readable text file, got PATH ",
 }
 BAD = [
     *((arguments, "", text) for arguments, text in BAD_ARGUMENTS.items()),
     *(("--jsonl PATH", lines, text) for lines, text in BAD_STEPS.items()),
     *((f"--data PATH {ONE_ROW}", lines, text) for lines, text in BAD_RUNS.items()),
-    (f"--data PATH {ONE_ROW} --context-parallel-size 2", "4", SEQUENCE),
+    (CP2, '{"loss_mask": [1, 1, 1]}', SEQUENCE),
+    (CP2, "4", LENGTH),
+    (CP2, '{"length": 4}', LENGTH),
+    (f"--data PATH --against=--context-parallel-size=2 {ONE_ROW}", "4", LENGTH),
+    (f"--data PATH {ONE_ROW} --global-batch-size 3", "4\n4", NO_ROWS.replace("1 r", "3 r")[:-42]),
 ]
 
 
@@ -274,9 +436,12 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
     path = write(tmp_path / "lengths.txt", 0, 0, 4, 0)
     run = ["--micro-batch-size", "1", "--global-batch-size", "2"]
     out = printed(capsys, "--data", path, "--", *run)
-    assert out.startswith("Stock Megatron gives a token 0.50 times the weight that token_mean")
+    assert out.startswith("Stock Megatron gives a token 0.50 times its weight in token_mean.\n")
+    assert "\nIts weights add up to 0.50 in a step, where those of a mean add up to 1:\n" in out
+    assert "\n          0.50       50.0 %  this run\n" in out
+    assert "\n          1.00        0.0 %  with --micro-batch-size 2\n" in out
     assert "token_mean: w_t = m_t / 4 in step 2\n" in out
-    assert "with --micro-batch-size 2: 0.0 % of the weight is on other" in out
+    assert "with --micro-batch-size 2:\n0.0 % of the weight is on other" in out
 
 
 def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path):
@@ -287,18 +452,25 @@ def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path
         ("context-parallel-size=1", ""),
     ):
         out = printed(capsys, "--data", path, f"--against=--{against}", *run)
-        assert f"Every mode of --loss-aggregation{exception} gives a token the same weight" in out
+        assert f"Every mode of --loss-aggregation{exception}\ngives a token the same weight" in out
 
 
-def test_a_bar_shows_on_a_terminal_and_may_be_missing(capsys, tmp_path, monkeypatch):
+def test_a_bar_shows_on_a_terminal_while_reading_takes_long(capsys, tmp_path, monkeypatch):
+    path = write(tmp_path / "lengths.txt", *FOUR, *FOUR)
+    step = write(tmp_path / "step.jsonl", *({"length": n} for n in FOUR))
+    args = ["--data", path, "--samples", "8", *RUN]
+    out = printed(capsys, *args)
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    path = write(tmp_path / "lengths.txt", *FOUR, *FOUR)
-    out = printed(capsys, "--data", path, *RUN)
-    assert "8/1024" in terminal.getvalue() and "steps: 2, of" in out
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert printed(capsys, "--data", path, *RUN) == out
+    assert printed(capsys, *args) == out and terminal.getvalue() == ""  # too short
+    monkeypatch.setattr(samples.time, "monotonic", itertools.count().__next__)
+    assert printed(capsys, *args) == out
+    shown = terminal.getvalue()
+    assert f"\r[{'#' * 15}{' ' * 15}] 4 rows read\r" in shown
+    assert shown.endswith(f"[{'#' * 30}] 8 rows read\r{' ' * 44}\r")
+    printed(capsys, "--jsonl", step)
+    assert "\r4 rows read\r" in terminal.getvalue()
 
 
 def test_the_formula_without_numbers_is_that_of_the_docstring():

@@ -1,0 +1,137 @@
+"""``explain --chats``: masks of chats by the template of a tokenizer that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.launch.processes import Answer, answer
+from tests.peers.standins import HUGGING_FACE
+
+# Words are tokens: "<user> a b <end> <assistant> c d e <end>".
+TURNS = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<assistant> {% endif %}"
+# Leaves out answers that others follow, as templates do with thoughts.
+FORGETS = "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + (
+    "<{{ m.role }}> {{ m.content }} <end> {% endif %}{% endfor %}" + PROMPT
+)
+ONE = [("user", "a b"), ("assistant", "c d e")]
+# The last token before each answer predicts its first: 4 loss tokens, at positions 4 to 7 of 8.
+TWO = [*ONE, ("user", "f"), ("assistant", "g"), ("user", "h")]  # and 2 more
+
+
+def tokenizers(folder: Path) -> None:
+    """Folders with a tokenizer: with the template, with one that forgets, and without any."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<user>", "<assistant>", "<end>", "[UNK]", *"abcdefgh"]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    for name, template in {"chats": TURNS + PROMPT, "forgets": FORGETS, "plain": None}.items():
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+        fast.save_pretrained(folder / name)
+
+
+def answers(folder: Path, lines: list[str]) -> list[Answer]:
+    sys.path.insert(0, str(HUGGING_FACE))
+    tokenizers(folder)
+    return [answer(line.replace("FOLDER", str(folder))) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    folder = tmp_path_factory.mktemp("chats")
+
+    def write(name: str, *lines: Any) -> None:
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def chat(turns: list[tuple[str, str]], **others: Any) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": text} for role, text in turns], **others}
+
+    write("chats.jsonl", chat(ONE, prompt="p"), chat(TWO, prompt="q"))
+    write("untold.jsonl", {"messages": [{"content": "a"}]})
+    write("texts.jsonl", {"text": "a"})
+    (found,) = run_ranks(answers, 1, folder, [*COMMANDS.values()], initialized=False)
+    return dict(zip(COMMANDS, found, strict=True))
+
+
+DATA = "explain --data --chats FOLDER/chats.jsonl --tokenizer FOLDER/chats --"
+SIZES = "--micro-batch-size 1 --global-batch-size 2"
+COMMANDS = {
+    "step": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/chats --json",
+    "split": f"{DATA} {SIZES} --seq-length 32 --context-parallel-size 2",
+    "cut": f"{DATA} {SIZES} --seq-length 6",
+    "forgets": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/forgets",
+    "plain": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/plain",
+    "nowhere": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/nowhere",
+    "texts": "explain --chats FOLDER/texts.jsonl --tokenizer FOLDER/chats",
+    "untold": "explain --chats FOLDER/untold.jsonl --tokenizer FOLDER/chats",
+}
+REFUSED = {
+    "forgets": (
+        "DataError: the chat template must write a turn alike whatever follows it, got another "
+        "text for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
+    ),
+    "plain": "OptionError: --tokenizer must have a chat template, got none in FOLDER/plain. Name",
+    "nowhere": (
+        "OptionError: --tokenizer must name a tokenizer that transformers can load, got "
+        "FOLDER/nowhere ("
+    ),
+    "texts": (
+        "OptionError: each chat must be an object with a list 'messages', got "
+        '{"text": "a"} in FOLDER/texts.jsonl:1. Correct'
+    ),
+    "untold": (
+        "OptionError: --tokenizer must have a chat template for these messages, got KeyError: "
+        "'role' in FOLDER/untold.jsonl:1. Correct"
+    ),
+}
+
+
+def test_answers_and_their_ends_carry_loss(said: dict[str, Answer]) -> None:
+    code, printed, complained = said["step"]
+    assert (code, complained) == (0, "")
+    found = json.loads(printed)
+    assert [sample["tokens"] for sample in found["samples"]] == [4, 6]
+    assert [sample["prompt"] for sample in found["samples"]] == ["p", "q"]
+    assert found["modes"]["prompt_mean"]["share"] == [0.5, 0.5]
+
+
+def test_chats_are_padded_and_split_as_rows(said: dict[str, Answer]) -> None:
+    # Zigzag: positions 0 to 7 of 32 and the last ones are the first rank's. It has the 4 tokens of
+    # the first chat (4 to 7), and of the second (4 to 7, 12 and 13) 4 of 6. Parts of 4, 0, 4 and 2.
+    printed = said["split"].said
+    assert "\n          0.75       25.0 %  this run (context-parallel size 2, zigzag)\n" in printed
+    # M = 10: 10 / (4 * 4) in parts of 4 tokens, and 10 / (4 * 2).
+    assert printed.startswith("Stock Megatron gives a token 0.62 to 1.25 times its weight")
+    # Rows of 6 positions have 2 of each chat.
+    assert "samples: 2; loss tokens: 4\n" in said["cut"].said
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_chats_and_tokenizers_are_named(said: dict[str, Answer], name: str) -> None:
+    code, printed, complained = said[name]
+    assert (code, printed) == (2, "")
+    pattern = REFUSED[name].split("FOLDER")
+    assert complained.startswith("megatron_loss_agg: " + pattern[0])
+    assert all(part in complained for part in pattern)
+
+
+def test_without_transformers_the_other_way_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_loss_agg.__main__ import main
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["explain", "--chats", "x", "--tokenizer", "y"]) == 2
+    error = capsys.readouterr().err
+    assert "OptionError: --chats needs transformers, got ModuleNotFoundError: " in error
+    assert "by explain --data -- --sft --data-path FILE." in error
