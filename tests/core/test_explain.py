@@ -197,7 +197,7 @@ def test_curves_in_one_place_have_one_name_and_others_look_different(monkeypatch
     from matplotlib.figure import Figure
 
     seen = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, _: seen.extend(figure.axes))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _, **__: seen.extend(figure.axes))
     step = ["--lengths", "1,10,100", "--divisor", "2.5", "--prompts", "0,0,1"]
     modes = "token_mean,sample_sum,constant,sum,sample_mean,trl/grpo,prompt_mean"
     assert main(["explain", *step, "--modes", modes, "--plot", "out.png"]) == 0
