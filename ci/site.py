@@ -62,6 +62,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def first_sentences(markdown: str) -> str:
     """The first paragraph of a page as plain text, at most 160 characters: what search engines show."""
-    paragraph = re.search(r"^(?![#`|!:<\-]).+(?:\n.+)*", markdown, re.MULTILINE)
+    without_code = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    paragraph = re.search(r"^(?![#|!:<\-]).+(?:\n.+)*", without_code, re.MULTILINE)
     text = re.sub(r"\[([^\]]+)\]\([^)]*\)|[`*$]", r"\1", paragraph[0] if paragraph else "")
     return textwrap.shorten(text, 160, placeholder=" ...")

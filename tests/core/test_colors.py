@@ -36,4 +36,4 @@ def test_a_mode_has_a_color_of_its_own_that_is_legible_on_both_schemes() -> None
 @pytest.mark.parametrize("picture", sorted(PICTURES.glob("*.png")), ids=lambda path: path.stem)
 def test_pictures_have_no_background(picture: Path) -> None:
     pixels = imread(picture)
-    assert pixels.shape[2] == 4 and (pixels[..., 3] == 0).mean() > 0.5
+    assert pixels.shape[2] == 4 and (pixels[..., 3] < 0.2).mean() > 0.8  # a shade is no background

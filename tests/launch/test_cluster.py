@@ -65,7 +65,7 @@ def on_nodes(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[in
 def test_the_gradient_of_two_nodes_is_that_of_one(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
-    flags = [*flags_of("quickstart.sh"), "--train-iters", "2", "--eval-iters", "0"]
+    flags = [*flags_of("quickstart.sh"), "--train-iters", "5", "--eval-iters", "0"]
     for nodes in (1, 2):
         for code, said in on_nodes(tmp_path, nodes, 2 // nodes, "--cpu", str(script), *flags):
             assert code == 0, said[-4000:]
