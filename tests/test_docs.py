@@ -55,8 +55,10 @@ CLAIMS = {
 ELSEWHERE = {
     "bash ci/": "continuous integration itself",
     "bash examples/quickstart.sh": "its commands run in tests/test_examples.py",
+    "bash examples/short_chats.sh": "as above",
     "bash examples/grpo/run.sh": "its loop runs in tests/test_examples.py",
     "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
+    "NNODES=": "tests/launch/test_cluster.py",
     "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_commands.py",
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
         "tests/frameworks/test_bridge.py"
