@@ -45,8 +45,8 @@ CLAIMS = {
     " and distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",
     "docs/modes.md": "(weights_of(square_root_of_length, mask / 2) ** 2 * 16).round().tolist()"
     " == [[1, 1, 0], [0, 0, 2]]",  # a mask sum of 1 / 2 is not clamped to 1
-    "docs/rl.md": "metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction'}"
-    " and 'kl of the policy' in reports[0]",
+    "docs/rl.md": "metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction',"
+    " 'kl of the policy'}",
     "docs/start.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]",
     "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
     "patches/README.md": "install.__module__ == 'megatron_loss_agg.launch.install'",
@@ -55,8 +55,10 @@ CLAIMS = {
 ELSEWHERE = {
     "bash ci/": "continuous integration itself",
     "bash examples/quickstart.sh": "its commands run in tests/test_examples.py",
+    "bash examples/short_chats.sh": "as above",
     "bash examples/grpo/run.sh": "its loop runs in tests/test_examples.py",
     "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
+    "NNODES=": "tests/launch/test_cluster.py",
     "PYTHONPATH=path/to/Megatron-LM python -m": "tests/launch/test_commands.py",
     "PYTHONPATH=. torchrun --nproc-per-node 2 -m megatron_loss_agg --cpu tests/frameworks": (
         "tests/frameworks/test_bridge.py"
