@@ -31,8 +31,9 @@ from tests.host.cases import (
 from tests.host.harness import TOPOLOGIES, run_host_ranks
 from tests.host.reference import reference
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.scripts import gathered, of_terms
+from tests.host.scripts import by_sample, gathered, of_terms
 from tests.host.steps import PLACES, Weights, aggregation, weights_of
+from tests.host.test_by_sample import DATASETS, WEIGHT_OF, V
 from tests.host.test_reports import (
     CALLS,
     REJECTING,
@@ -141,6 +142,10 @@ COUNTED = {"rejected": "skip", "sample_weights": "count"}
 RUNS: tuple[dict[str, Any], ...] = (
     {"options": {"rejected": "skip"}, "batch": REJECTING},
     {"options": {"sample_weights": "count"}, "batch": WEIGHTED},
+    {
+        "options": {"sample_weights": "count", "dataset_weights": WEIGHT_OF},
+        "batch": partial(by_sample, dataset_ids=DATASETS, sample_weights=V),
+    },
     {"layout": "bshd", "step": of_samples, "hook": {"read_batch": read_samples}},
     {"per_token": True, "dtype": torch.float32},
 )

@@ -109,7 +109,7 @@ def aggregations_beside(
 
     Args:
         also: modes, presets or aggregations. What they do not say of samples that are rejected or
-            have weights is as in the first term.
+            have weights, their own or those of data sets, is as in the first term.
 
     Raises:
         OptionError: not a sequence of modes with names of their own, or one that groups by ids that
@@ -150,7 +150,7 @@ def _beside(first: LossAggregation, agg: LossAggregation) -> LossAggregation:
     """``agg``, with the first term's choice of what is unsaid of samples."""
     unsaid = {
         name: getattr(first, name)
-        for name in ("rejected", "sample_weights")
+        for name in ("rejected", "sample_weights", "dataset_weights")
         if getattr(agg, name) is None
     }
     return replace(agg, **unsaid)
