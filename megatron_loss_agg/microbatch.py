@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from typing import Any, NamedTuple, TypeGuard
 
@@ -153,7 +154,7 @@ class Microbatch:
         mask = torch.ones(number, 1)
         return cls(mask, sequences=sequences, routed_tokens=routed_tokens, **by_sample)
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         """Number of samples, empty ones included."""
         if self.cu_seqlens is None:

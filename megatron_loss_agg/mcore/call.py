@@ -45,14 +45,12 @@ class ProcessGroups:
 
         if pg_collection is None:
             return cls(
-                # Gloo's, where Megatron has one beside NCCL's: a gather of counts waits for no kernel.
-                dp=getattr(parallel_state, "_DATA_PARALLEL_GROUP_GLOO", None)
-                or parallel_state.get_data_parallel_group(with_context_parallel=False),
+                dp=_data_parallel_group(with_cp=False),
                 cp=parallel_state.get_context_parallel_group(),
                 tp=parallel_state.get_tensor_model_parallel_group(),
                 pp=parallel_state.get_pipeline_model_parallel_group(),
                 is_last_stage=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-                dp_cp=_dp_cp_group() if is_dynamic else None,
+                dp_cp=_data_parallel_group(with_cp=True) if is_dynamic else None,
             )
         names = ("dp", "cp", "tp", "pp", *(["dp_cp"] if is_dynamic else []))
         groups = {name: getattr(pg_collection, name, None) for name in names}
@@ -90,7 +88,7 @@ class ProcessGroups:
 
     def group_of(self, holders: Holders) -> dist.ProcessGroup:
         """The process group of several ranks that hold a microbatch."""
-        return self.cp if self.dp_cp is None else _group_of_own(holders.size)
+        return self.cp if self.dp_cp is None else _group_of_size(holders.size)
 
     @functools.cached_property
     def cp_size(self) -> int:
@@ -144,7 +142,7 @@ class Call:
         """None: Megatron's global groups."""
         return self.arguments.get("pg_collection")
 
-    @property
+    @functools.cached_property
     def draws_samples(self) -> bool:
         """Whether the schedule draws the whole step as one item of samples (hybrid context parallel).
 
@@ -153,7 +151,7 @@ class Call:
         is_hybrid = getattr(self.config, "hybrid_context_parallel", False)
         return bool(is_hybrid) and not getattr(self.config, "dynamic_context_parallel", False)
 
-    @property
+    @functools.cached_property
     def trains(self) -> bool:
         return not self.arguments.get("forward_only")
 
@@ -162,7 +160,7 @@ class Call:
         """Whether this is the step's first call."""
         return self.first_index == 0
 
-    @property
+    @functools.cached_property
     def data_iterator(self) -> Any:
         """Of the last chunk, which computes the loss; None on ranks without data."""
         iterators = self.arguments["data_iterator"]
@@ -198,7 +196,7 @@ def innermost(model: Any) -> Any:
     return model
 
 
-def _group_of_own(size: int) -> dist.ProcessGroup:
+def _group_of_size(size: int) -> dist.ProcessGroup:
     """This rank's group of ``size`` ranks, as Megatron takes it for a microbatch that they hold."""
     from megatron.core import parallel_state
 
@@ -209,13 +207,13 @@ def _group_of_own(size: int) -> dist.ProcessGroup:
     return group
 
 
-def _dp_cp_group() -> dist.ProcessGroup:
+def _data_parallel_group(with_cp: bool) -> dist.ProcessGroup:
+    """Gloo's, where Megatron has one beside NCCL's: a gather of counts waits for no kernel."""
     from megatron.core import parallel_state
 
-    gloo: dist.ProcessGroup | None = getattr(
-        parallel_state, "_DATA_PARALLEL_GROUP_WITH_CP_GLOO", None
-    )
-    return gloo or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    name = "_DATA_PARALLEL_GROUP_WITH_CP_GLOO" if with_cp else "_DATA_PARALLEL_GROUP_GLOO"
+    gloo: dist.ProcessGroup | None = getattr(parallel_state, name, None)
+    return gloo or parallel_state.get_data_parallel_group(with_context_parallel=with_cp)
 
 
 def _is_dynamic(config: Any) -> bool:

@@ -94,7 +94,7 @@ _ANOTHER_RANK_FAILED = (
     "another rank of the last pipeline stage failed while planning the step. Fix the error of that "
     "rank first."
 )
-_ANOTHER_RANK_FOUND = (
+_ANOTHER_RANK_DIFFERED = (
     "another rank's losses were not those that were planned. Fix the error of that rank first."
 )
 
@@ -219,7 +219,7 @@ class LossHook:
         self._open_step: _OpenStep | None = None
         self._measured: float | None = None
         self._measured_scales: set[object] = set()
-        self._printed: set[tuple[bool, bool]] = set()  # first lines: (of training, without tokens)
+        self._printed: set[str] = set()  # kinds of calls whose first lines were printed
         # By model: whether a first training and a first evaluation call were verified.
         self._verified: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
         self._checked_functions: set[object] = set()  # see `checks.loss_function`
@@ -314,10 +314,13 @@ class LossHook:
             self._check_scaling(call, is_first)
 
         # 2. and 3. Read the step's batches, count them, and give every rank its coefficients.
-        plans, records = _of_earlier_calls(step, is_first)
-        records.iterator = call.data_iterator
         if call.begins_step:
+            records = _Records(is_first, call.data_iterator)
             plans = self._plan(call, step, records)
+        else:
+            assert step is not None and step.records is not None  # of its first call
+            plans, records = step.plans, step.records
+            records.iterator = call.data_iterator
         if step is None:
             self._fetch_next(call)
         else:
@@ -444,23 +447,22 @@ class LossHook:
 
     def _plan(self, call: Call, step: _OpenStep | None, records: _Records) -> Plans | None:
         """The plan of a step; None on stages without a loss."""
-        plans: Plans | None = None
         groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
-        with contextlib.ExitStack() as stack:
-            if records.is_first or refuses_empty:  # later, ranks would wait without need
-                stack.enter_context(
-                    failing_together([groups.comparing, groups.pp], _ANOTHER_RANK_FAILED)
+        of_model = [groups.comparing, groups.pp]
+        with failing_together(
+            of_model, _ANOTHER_RANK_FAILED, when=records.is_first or refuses_empty
+        ):
+            if not groups.is_last_stage:
+                return None
+            read = functools.partial(self._read, call, step, records)
+            make = functools.partial(plan_step, self.terms, read, groups.planning)
+            plans = broadcast_result(make, groups.tp, 0)
+            if refuses_empty and _is_empty(self.terms, plans):
+                raise DataError(
+                    "a step must have an active token, and every token is masked or rejected. Fix "
+                    "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
                 )
-            if groups.is_last_stage:
-                read = functools.partial(self._read, call, step, records)
-                make = functools.partial(plan_step, self.terms, read, groups.planning)
-                plans = broadcast_result(make, groups.tp, 0)
-                if refuses_empty and _is_empty(self.terms, plans):
-                    raise DataError(
-                        "a step must have an active token, and every token is masked or rejected. Fix "
-                        "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
-                    )
-        return plans
+            return plans
 
     def _read(
         self, call: Call, step: _OpenStep | None, records: _Records
@@ -523,14 +525,10 @@ class LossHook:
         """
         groups = call.groups
         of_model = [groups.tp, groups.cp, groups.pp, groups.dp]
-        with contextlib.ExitStack() as stack:
-            if records.is_first:  # later, ranks would wait without need
-                stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
+        with failing_together(of_model, _ANOTHER_RANK_DIFFERED, when=records.is_first):
             if plans is not None:
                 self._check_number_of_losses(plans, records)
-        with contextlib.ExitStack() as stack:
-            if records.is_first:
-                stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FOUND))
+        with failing_together(of_model, _ANOTHER_RANK_DIFFERED, when=records.is_first):
             if plans is not None:
                 self._check_losses(call, plans, records)
         if records.is_first and plans is not None:
@@ -578,7 +576,7 @@ class LossHook:
         return len(self._fitting_splits) > 1
 
     def _may_show_split(self, call: Call, plans: Plans) -> bool:
-        """Whether this call's packs may decide between the splits that earlier tokens fit."""
+        """Whether the step's packs may decide between the splits that earlier tokens fit."""
         if not self._split_is_open(call):
             return False
         if call.groups.dp_cp is not None:  # alike on all ranks, which have different packs
@@ -587,12 +585,14 @@ class LossHook:
         return any(has_several_samples(plans, i) for i in microbatches)
 
     def _print_first_lines(self, call: Call, plans: Plans) -> None:
-        """Print once of a step with tokens; before it, of an evaluation and of a step without."""
+        """Print once for a step with tokens; before that, for a step without and an evaluation."""
         is_empty = _is_empty(self.terms, plans)
-        of_step, of_call = (True, False), (call.trains, is_empty)
-        if of_step in self._printed or of_call in self._printed:
+        kind = "step" if call.trains else "evaluation"
+        if is_empty:
+            kind = f"empty {kind}"
+        if {"step", kind} & self._printed:
             return
-        self._printed.add(of_call)
+        self._printed.add(kind)
         if prints_first_lines(call):
             split = self.split if self._fitting_splits else f"{self.split} (not verified)"
             further = [(name, str(value)) for name, value in self._settings.items()]
@@ -647,8 +647,8 @@ class _OpenStep:
 class _Records:
     """Results of one step that are compared after it; numbers stay on the device until then."""
 
-    is_first: bool  # training step, or evaluation, of this model that is verified
-    iterator: Any = None  # that the schedule gets
+    is_first: bool  # training step, or evaluation, of this model: it is verified
+    iterator: Any  # that the schedule gets
     forward_steps: int = 0  # of the step that have run
     sums: dict[int, list[SumsOnRank]] = field(default_factory=dict)  # by microbatch
     stock_losses: dict[int, StockLoss] = field(default_factory=dict)  # likewise
@@ -656,13 +656,6 @@ class _Records:
     tokens: dict[int, WholeTokens] = field(default_factory=dict)  # that may be compared
     compares_tokens: bool = False
     inputs: dict[int, Sequence[Tensor] | None] = field(default_factory=dict)  # of the model's calls
-
-
-def _of_earlier_calls(step: _OpenStep | None, is_first: bool) -> tuple[Plans | None, _Records]:
-    """The plan and the records of a step that has begun; of any other, none."""
-    if step is None or step.records is None:
-        return None, _Records(is_first)
-    return step.plans, step.records
 
 
 def _is_empty(terms: Mapping[str, Term], plans: Plans) -> bool:

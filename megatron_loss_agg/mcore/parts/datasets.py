@@ -94,11 +94,9 @@ class DatasetReports(Extension):
         self._reported: dict[bool, _Reported] = {}
 
     def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
-        if call.trains and self._steps == 0:  # later, ranks would wait for each other without need
-            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED):
+        if call.trains:
+            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=self._steps == 0):
                 _check_ids(plans)
-        elif call.trains:
-            _check_ids(plans)
         sums = {} if plans is None else _sums_of_step(call, plans)
         present = {d for of_term in sums.values() for d in of_term}
         if call.trains:
