@@ -355,6 +355,25 @@ def units_by_id(terms: Mapping[str, Term]) -> set[Unit]:
     return {unit for term in terms.values() for unit in term.aggregation.by_id}
 
 
+def units_read(terms: Mapping[str, Term]) -> list[Unit]:
+    """The units whose ids are read: the usual ones where batches have them, and the terms' own."""
+    return sorted({*BY_ID, *units_by_id(terms)})
+
+
+def is_preset(name: object) -> bool:
+    """Whether ``name`` can only be a preset's; one of a system alone has errors that list them."""
+    return isinstance(name, str) and ("/" in name or name in SYSTEMS)
+
+
+def aggregation_named(name: str, **options: Any) -> LossAggregation:
+    """The mode or the preset of this name, with options of its own."""
+    return (
+        LossAggregation.preset(name, **options)
+        if is_preset(name)
+        else LossAggregation(mode=name, **options)
+    )
+
+
 def _are_levels(levels: Any) -> bool:
     if not isinstance(levels, (list, tuple)) or not levels:
         return False

@@ -114,8 +114,11 @@ def aggregation_in_words(agg: LossAggregation) -> str:
 
 def number_of(number: int, thing: str) -> str:
     """Such as ``1 sample`` or ``2 microbatches``."""
-    ending = "es" if thing.endswith("ch") else "s"
-    return f"{number} {thing}{ending if number != 1 else ''}"
+    return f"{number} {thing if number == 1 else plural(thing)}"
+
+
+def plural(thing: str) -> str:
+    return f"{thing}es" if thing.endswith("ch") else f"{thing}s"
 
 
 def _term_in_words(name: str, term: Term) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit, named_terms
+from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms, units_read
 from megatron_loss_agg.collectives import gather_objects, send_failure
 from megatron_loss_agg.counting import (
     RankRows,
@@ -448,7 +448,7 @@ class _RankPart:
             if copies:
                 microbatches = [m.copied() for m in microbatches]
             on_cpu = brought_to_cpu(microbatches)
-            part.samples[name] = read_samples(on_cpu, _units(terms))
+            part.samples[name] = read_samples(on_cpu, units_read(terms))
             part.local[name] = _LocalMicrobatches(
                 microbatches, [m.shape for m in on_cpu], [_sequences(m) for m in on_cpu]
             )
@@ -489,11 +489,6 @@ def _sequences(microbatch: Microbatch) -> Sequences | None:
     if of_tokens is None:
         return None
     return Sequences(of_tokens.shape, sums_by_sample([of_tokens]))
-
-
-def _units(terms: Mapping[str, Term]) -> list[Unit]:
-    """The units whose ids are exchanged: the usual ones where there are any, and the terms' own."""
-    return sorted({*BY_ID, *(unit for term in terms.values() for unit in term.aggregation.by_id)})
 
 
 def _vectors(mask_sums: Any) -> list[Tensor]:

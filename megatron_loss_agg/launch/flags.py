@@ -1,4 +1,4 @@
-"""The command-line flags: which there are, where they stand, and the aggregation they ask for."""
+"""The plugin's flags, on the command line or in the environment, and the aggregation of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_loss_agg.aggregation import MODES, LossAggregation
+from megatron_loss_agg.aggregation import MODES, LossAggregation, aggregation_named, is_preset
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.presets import PRESETS, SYSTEMS
+from megatron_loss_agg.presets import PRESETS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -36,11 +36,14 @@ class _Option(NamedTuple):
     nargs: str | None = None  # as of argparse
 
 
-_MODES_OF_MTP = (
-    *("token_mean", "sample_mean", "rollout_mean", "prompt_mean", "dataset_mean"),
-    *("sample_sum", "microbatch_mean"),
+_ITS_MODE = {"function": "custom", "levels": "nested_mean"}
+"""The only mode that takes the option."""
+_MODES_OF_MTP = tuple(
+    name
+    for name, mode in MODES.items()
+    if mode.divisor == "refused" and name not in _ITS_MODE.values()
 )
-"""Those without flags of their own."""
+"""Those without options of their own."""
 _COUNT_OR_SKIP = ("count", "skip")
 _OPTIONS = {
     "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D"),
@@ -127,8 +130,6 @@ _OF_AGGREGATION = (
     *("divisor", "levels", "empty", "rejected", "sample_weights", "dataset_weights", "function"),
 )
 """The flags that say what is computed; the others set up the hook."""
-_ITS_MODE = {"function": "custom", "levels": "nested_mean"}
-"""The only mode that takes the option."""
 
 _REMOVED = {
     "mask": (
@@ -222,12 +223,11 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
             raise OptionError(f"{flag} needs {FLAG}, got none. Add {FLAG} MODE, or remove {flag}.")
         return None
     also = _modes_beside(args)
-    options = {
-        name: value
-        for name, value in further.items()
-        if name in _OF_AGGREGATION
-        and (_takes(mode, name) or not any(_takes(other, name) for other in also))
-    }
+    options = {}
+    for name in _OF_AGGREGATION:
+        is_for_others = not _takes(mode, name) and any(_takes(other, name) for other in also)
+        if name in further and not is_for_others:
+            options[name] = further[name]
     return _aggregation(mode, options)
 
 
@@ -237,13 +237,11 @@ def aggregations_beside(args: argparse.Namespace) -> list[LossAggregation]:
     Raises:
         AggregationError: an unknown mode, or one that needs a flag.
     """
-    further = chosen(args)
-    return [
-        _aggregation(
-            mode, {x: further[x] for x in _OF_AGGREGATION if x in further and _takes(mode, x)}
-        )
-        for mode in _modes_beside(args)
-    ]
+    further, aggregations = chosen(args), []
+    for mode in _modes_beside(args):
+        names = [x for x in _OF_AGGREGATION if x in further and _takes(mode, x)]
+        aggregations.append(_aggregation(mode, {name: further[name] for name in names}))
+    return aggregations
 
 
 def _modes_beside(args: argparse.Namespace) -> list[str]:
@@ -261,18 +259,15 @@ def _takes(mode: str, name: str) -> bool:
 
 
 def _aggregation(mode: str, options: dict[str, Any]) -> LossAggregation:
-    is_preset = "/" in mode or mode in SYSTEMS  # a system alone: the error lists its presets
     for name, its_mode in _ITS_MODE.items():
-        if name in options and is_preset:
+        if name in options and is_preset(mode):
             raise OptionError(
                 f"{_flag(name)} needs {FLAG} {its_mode}, got the preset {mode!r}. "
                 f"Remove {_flag(name)}, or choose {FLAG} {its_mode}."
             )
     if "function" in options:
         options["function"] = load(_flag("function"), options["function"])
-    if is_preset:
-        return LossAggregation.preset(mode, **options)
-    return LossAggregation(mode=mode, **options)
+    return aggregation_named(mode, **options)
 
 
 def _check_settings_of_yaml(args: argparse.Namespace) -> None:

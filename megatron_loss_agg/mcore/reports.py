@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.mcore.forward_step import TermLosses
+from megatron_loss_agg.mcore.forward_step import TermLosses, merged_reports
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -52,12 +51,7 @@ class MicrobatchLoss:
         Raises:
             DataError: there is one of this name.
         """
-        if name in self.reports:
-            raise DataError(
-                f"reports must have different names, got two of {name!r}: of the script, an aggregated "
-                "loss or an extension. Rename yours."
-            )
-        self.reports[name] = pair
+        self.reports = merged_reports(self.reports, {name: pair})
 
     def pair(self, part: Tensor, denominator: float = 1.0) -> Tensor:
         """[2]: this rank's part of a sum over the step, as Megatron reduces it."""

@@ -6,17 +6,28 @@ of the same losses, without a gradient.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Term, Unit
+from megatron_loss_agg.aggregation import (
+    LossAggregation,
+    Term,
+    Unit,
+    aggregation_named,
+    units_read,
+)
 from megatron_loss_agg.collectives import broadcast_result, failing_together
-from megatron_loss_agg.counting import Samples, check_fields, coefficients, counts_of
+from megatron_loss_agg.counting import (
+    Samples,
+    StepCounts,
+    check_fields,
+    coefficients,
+    counts_of,
+)
+from megatron_loss_agg.describe import plural
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
@@ -54,9 +65,8 @@ class ModeReports(Extension):
         self._has_trained = False
 
     def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
-        with contextlib.ExitStack() as stack:
-            if call.trains and not self._has_trained:  # later, ranks would wait without need
-                stack.enter_context(failing_together([call.groups.pp], _ANOTHER_RANK_FAILED))
+        is_first = call.trains and not self._has_trained
+        with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=is_first):
             if plans is not None:
                 self._plans[call.trains] = self._plans_of(call, plan_of_first_term(plans))
         self._has_trained |= call.trains
@@ -67,15 +77,7 @@ class ModeReports(Extension):
         if call.trains and len(reported) < len(self._aggregations):
             raise _missing_ids(plan, self._aggregations)
 
-        def counted() -> list[tuple[Any, ...]]:
-            return [_counted(plan, agg) for agg in reported]
-
-        return [
-            replace(plan, aggregation=agg, coefficient_S=c_S, counts=counts)
-            for agg, (c_S, counts) in zip(
-                reported, broadcast_result(counted, call.groups.tp, 0), strict=True
-            )
-        ]
+        return replanned(call, plan, reported)
 
     @torch.no_grad()
     def on_loss(self, microbatch: MicrobatchLoss) -> None:
@@ -121,7 +123,9 @@ def aggregations_beside(
             "(--loss-aggregation-also)."
         )
     first = next(iter(terms.values())).aggregation
-    aggregations = [_beside(first, _aggregation(x)) for x in also]
+    aggregations = [
+        _beside(first, x if isinstance(x, LossAggregation) else aggregation_named(x)) for x in also
+    ]
     labels = [first.label, *(agg.label for agg in aggregations)]
     if repeated := sorted({x for x in labels if labels.count(x) > 1}):
         raise OptionError(
@@ -129,21 +133,14 @@ def aggregations_beside(
             f"{repeated[0]!r} twice. Remove it (also=, or --loss-aggregation-also), or give a "
             "LossAggregation with a name= of its own."
         )
-    are_read = {*BY_ID, *(unit for term in terms.values() for unit in term.aggregation.by_id)}
+    units = units_read(terms)
     for agg in aggregations:
-        if not_read := sorted({*agg.by_id} - are_read):
+        if others := sorted({*agg.by_id} - {*units}):
             raise OptionError(
-                f"also must group by {', '.join(sorted(are_read))} or sample, whose ids are read, got "
-                f"{not_read} in {agg.label!r}. Remove it (also=, or --loss-aggregation-also)."
+                f"also must group by {', '.join(units)} or sample, whose ids are read, got "
+                f"{others} in {agg.label!r}. Remove it (also=, or --loss-aggregation-also)."
             )
     return aggregations
-
-
-def _aggregation(x: str | LossAggregation) -> LossAggregation:
-    if isinstance(x, LossAggregation):
-        return x
-    is_preset = isinstance(x, str) and "/" in x
-    return LossAggregation.preset(x) if is_preset else LossAggregation(mode=x)
 
 
 def _beside(first: LossAggregation, agg: LossAggregation) -> LossAggregation:
@@ -170,12 +167,27 @@ def _missing_ids(plan: StepPlan, aggregations: Sequence[LossAggregation]) -> Dat
     )
 
 
-def _counted(plan: StepPlan, agg: LossAggregation) -> tuple[Tensor, Any]:
-    """The coefficients of this rank's samples, and the counts of the step, on a rank that reads."""
-    assert plan.samples is not None
-    check_fields(agg, plan.microbatches)
-    c_S, across = coefficients(agg, plan.samples)
-    return c_S[plan.rows.samples], counts_of(agg, plan.samples, across)
+def replanned(
+    call: Call, plan: StepPlan, aggregations: Sequence[LossAggregation]
+) -> list[StepPlan]:
+    """``plan`` under other aggregations of its samples, on every tensor-parallel rank."""
+
+    def of_samples() -> list[tuple[Tensor, StepCounts]]:
+        """The coefficients of this rank's samples, and the counts of the step."""
+        assert plan.samples is not None  # of a rank that reads data
+        results = []
+        for agg in aggregations:
+            check_fields(agg, plan.microbatches)
+            c_S, across = coefficients(agg, plan.samples)
+            counts = counts_of(agg, plan.samples, across)
+            results.append((c_S[plan.rows.samples], counts))
+        return results
+
+    results = broadcast_result(of_samples, call.groups.tp, 0)
+    return [
+        replace(plan, aggregation=agg, coefficient_S=c_S, counts=counts)
+        for agg, (c_S, counts) in zip(aggregations, results, strict=True)
+    ]
 
 
 def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]:
@@ -186,31 +198,29 @@ def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]
         for other, c_S in zip(modes[:i], by_sample, strict=False):
             if torch.allclose(by_sample[i], c_S, rtol=_SAME, atol=0.0):
                 reason = _reason(agg, other, samples)
-                sentences.append(f"{agg.label} equals {other.label}{reason and f': {reason}'}")
+                because = f": {reason}" if reason else ""
+                sentences.append(f"{agg.label} equals {other.label}{because}")
                 break
     return sentences
 
 
 def _reason(agg: LossAggregation, other: LossAggregation, samples: Samples) -> str:
-    """A fact of the samples for which two modes are equal; empty if none is at hand."""
+    """A fact of the samples that makes two modes equal; empty for any other."""
     units = sorted((agg.units | other.units) - {"all"})
-    groups = {unit: samples.groups(unit).group_S for unit in units}
-    if len(units) == 2 and torch.equal(*(_first_rows(groups[unit]) for unit in units)):
-        return f"each {_word(units[0])} is one {_word(units[1])}"
-    sums = [samples.groups(unit).sums(samples.mask_sum) for unit in units]
+    groups = [samples.groups(unit) for unit in units]
+    words = [_word(unit) for unit in units]
+    if len(units) == 2 and torch.equal(*(_first_rows(x.group_S) for x in groups)):
+        return f"each {words[0]} is one {words[1]}"
+    sums = [x.sums(samples.mask_sum) for x in groups]
     if len(units) == 1 and len(sums[0]) == 1:
-        return f"there is one {_word(units[0])}"
+        return f"there is one {words[0]}"
     if units and all(bool((x == x[0]).all()) for x in sums):
-        return f"all {' and '.join(map(_plural, units))} have as many tokens"
+        return f"all {' and '.join(map(plural, words))} have as many tokens"
     return ""
 
 
 def _word(unit: Unit) -> str:
     return "data set" if unit == "dataset" else unit
-
-
-def _plural(unit: Unit) -> str:
-    return "microbatches" if unit == "microbatch" else f"{_word(unit)}s"
 
 
 def _first_rows(group_S: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +28,12 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import broadcast_result, failing_together
-from megatron_loss_agg.counting import check_fields, coefficients
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.masks import brought_to_cpu, shifted
 from megatron_loss_agg.mcore.call import Call, replaced
 from megatron_loss_agg.mcore.checks.settings import check_schedule
 from megatron_loss_agg.mcore.forward_step import merged_reports
+from megatron_loss_agg.mcore.parts.modes import replanned
 from megatron_loss_agg.mcore.reports import report_pair
 from megatron_loss_agg.mcore.split import layout_of, local_starts
 from megatron_loss_agg.plan import StepPlan
@@ -85,13 +84,11 @@ def aggregate_mtp(
         _check_multiplier(name, term)
         plan, label = None if hook.plans is None else hook.plans[name], name
         if aggregation is not None:
-            groups = call.groups
-            with ExitStack() as stack:
-                if is_first:  # later, ranks would wait without need
-                    of_model = [groups.planning, groups.comparing, groups.pp]
-                    stack.enter_context(failing_together(of_model, _ANOTHER_RANK_FAILED))
+            label, groups = aggregation.label, call.groups
+            of_model = [groups.planning, groups.comparing, groups.pp]
+            with failing_together(of_model, _ANOTHER_RANK_FAILED, when=is_first):
                 if plan is not None:
-                    plan, label = _replanned(call, plan, aggregation), aggregation.label
+                    (plan,) = replanned(call, plan, [aggregation])
             is_first = False
         if plan is None:
             return schedule(**arguments)
@@ -262,20 +259,6 @@ def _check_multiplier(name: str, term: Term) -> None:
         )
 
 
-def _replanned(call: Call, plan: StepPlan, aggregation: LossAggregation) -> StepPlan:
-    """``plan`` with the coefficients of another aggregation of its samples."""
-
-    def of_plan() -> Tensor:
-        """At hand on tensor-parallel rank 0 alone."""
-        assert plan.samples is not None
-        check_fields(aggregation, plan.microbatches)
-        c_S, _ = coefficients(aggregation, plan.samples)
-        return c_S[plan.rows.samples]
-
-    c_S = broadcast_result(of_plan, call.groups.tp, 0)
-    return replace(plan, aggregation=aggregation, coefficient_S=c_S)
-
-
 def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[int, list[Tensor]]:
     """By microbatch of the call: this rank's part of the mask, shifted by 0 and by each depth."""
     indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
@@ -287,7 +270,7 @@ def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[
         )
 
     def of_plan() -> list[Tensor]:
-        """At hand on tensor-parallel rank 0 alone."""
+        """The whole masks, on tensor-parallel rank 0."""
         microbatches = brought_to_cpu([plan.microbatches[i] for i in indices])
         return [m.loss_mask for m in microbatches]
 
