@@ -41,9 +41,9 @@ def title_and_weights(
         formulas: as of `formula`.
         who: the model that is trained, such as ``critic``, where a process trains several.
     """
-    title = f"loss aggregation{who and f' of the {who}'}: "
+    title = f"loss aggregation of the {who}: " if who else "loss aggregation: "
     (name, term), *others = terms.items()
-    if not others and name in (term.aggregation.mode, term.aggregation.label):
+    if not others and _is_of_aggregation(name, term):
         return title + _term_in_words(name, term), [("weight", formulas[name])]
     total = " + ".join(_multiplied(name, term) for name, term in terms.items())
     return title + total, [
@@ -57,26 +57,27 @@ def terms_in_words(terms: Mapping[str, Term]) -> str:
     return " + ".join(_term_in_words(name, term) for name, term in terms.items())
 
 
-def formula(agg: LossAggregation, tokens: float | None = None, across: float | None = None) -> str:
+def formula(agg: LossAggregation, counts: StepCounts | None = None) -> str:
     """The weight of a token in words, such as ``w_t = m_t / (M_sample * 10)``.
 
     Args:
-        tokens, across: the step's ``M_all`` and ``N_across`` (or ``V_across``), if known.
+        counts: of a step with tokens, for the numbers in place of ``M_all`` and ``N_across`` (or
+            ``V_across``).
     """
     if agg.mode == "custom":
         return "w_t = m_t * function(samples)"
     factors = []
     if agg.divisor is not None:
         factors.append(f"{agg.divisor:.10g}")
-    if agg.within == "all" and tokens is not None:
-        factors.append(f"{tokens:.10g}")
+    if agg.within == "all" and counts is not None:
+        factors.append(f"{counts.tokens:.10g}")
     elif agg.within is not None:
         factors.append(f"M_{agg.within}")
     if len(agg.path) > 1:
         factors.append("C")
     if agg.weighted or agg.across:
         name = "V_across" if agg.weighted else f"N_{agg.across}"
-        factors.append(name if across is None else f"{across:.10g}")
+        factors.append(name if counts is None else f"{counts.across:.10g}")
     mask = "m_t" if agg.sample_weights is None else "v_s * m_t"
     if not factors:
         return f"w_t = {mask}"
@@ -86,7 +87,8 @@ def formula(agg: LossAggregation, tokens: float | None = None, across: float | N
 
 def counts_in_words(counts: StepCounts, kind: str = "") -> str:
     """The samples, groups and tokens of a step; ``kind`` says what a sample is."""
-    words = [f"{number_of(counts.samples, 'sample')}{kind and f' ({kind})'}"]
+    samples = number_of(counts.samples, "sample")
+    words = [f"{samples} ({kind})" if kind else samples]
     for name, number in (
         ("rollout", counts.rollouts),
         ("prompt", counts.prompts),
@@ -123,9 +125,14 @@ def plural(thing: str) -> str:
 
 def _term_in_words(name: str, term: Term) -> str:
     text = aggregation_in_words(term.aggregation)
-    if name not in (term.aggregation.mode, term.aggregation.label):
+    if not _is_of_aggregation(name, term):
         text = f"{name}: {text}"
     return _multiplied(text, term)
+
+
+def _is_of_aggregation(name: str, term: Term) -> bool:
+    """Whether ``name`` says no more than the term's aggregation."""
+    return name in (term.aggregation.mode, term.aggregation.label)
 
 
 def _multiplied(text: str, term: Term) -> str:

@@ -17,7 +17,7 @@ _ANSWERS = "assistant"
 
 
 def add_chats(files: Any, parser: argparse.ArgumentParser) -> None:
-    """Add ``--chats`` to ``files``, which may be a group, and ``--tokenizer`` to ``parser``."""
+    """Add ``--chats`` to ``files``, a parser or a group of its, and ``--tokenizer`` to ``parser``."""
     files.add_argument(
         "--chats",
         metavar="FILE",
@@ -33,18 +33,18 @@ def add_chats(files: Any, parser: argparse.ArgumentParser) -> None:
 
 
 def lines_of_chats(
-    path: str | None, tokenizer: str | None, number: int | None = None
+    path: str | None, tokenizer_name: str | None, number: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Place, and line with "loss_mask" in place of "messages", of each of the first chats.
+    """File and line, and object with "loss_mask" for "messages", of each of the first chats.
 
     Raises:
         OptionError: the file, a line or the tokenizer cannot be read.
         DataError: the template writes a turn otherwise if others follow.
     """
-    if path is None or tokenizer is None:
-        missing = "--chats without --tokenizer" if tokenizer is None else "--tokenizer alone"
+    if path is None or tokenizer_name is None:
+        missing = "--chats without --tokenizer" if tokenizer_name is None else "--tokenizer alone"
         raise OptionError(f"--chats and --tokenizer must stand together, got {missing}. Give both.")
-    template = _load(tokenizer)
+    tokenizer = _load(tokenizer_name)
     for where, line in lines_of("--chats", path, number):
         if not isinstance(line, dict) or not isinstance(line.get("messages"), list):
             raise OptionError(
@@ -52,18 +52,18 @@ def lines_of_chats(
                 f"{where}. Correct the line."
             )
         others = {key: value for key, value in line.items() if key not in ("messages", "length")}
-        yield where, {**others, "loss_mask": _mask(where, template, line["messages"])}
+        yield where, {**others, "loss_mask": _mask(where, tokenizer, line["messages"])}
 
 
 def rows_of_chats(
-    path: str | None, tokenizer: str | None, number: int, seq_length: int
+    path: str | None, tokenizer_name: str | None, number: int, seq_length: int
 ) -> Iterator[Microbatch]:
     """The first chats, each cut or padded to a row of ``seq_length``.
 
     Raises:
         AggregationError: as `lines_of_chats`.
     """
-    for _, line in lines_of_chats(path, tokenizer, number):
+    for _, line in lines_of_chats(path, tokenizer_name, number):
         mask = torch.zeros(1, seq_length)
         start = torch.tensor(line["loss_mask"][:seq_length])
         mask[0, : len(start)] = start
@@ -71,7 +71,7 @@ def rows_of_chats(
 
 
 def _load(name: str) -> Any:
-    """The tokenizer, which has a chat template.
+    """The tokenizer of this name, which has a chat template.
 
     Raises:
         OptionError: transformers or the template is missing, or the tokenizer cannot be loaded.

@@ -89,7 +89,7 @@ def from_jsonl(path: str) -> list[Sample]:
 
 
 def from_rows(flag: str, path: str, rows: Iterable[tuple[str, Any]]) -> list[Sample]:
-    """Samples from the objects of a file, each beside its place.
+    """Samples from the objects of a file, each with its file and line.
 
     Raises:
         OptionError: there is none, or one is no sample.
@@ -149,7 +149,7 @@ def rows_from(path: str, number: int, is_split: bool) -> Iterator[Microbatch]:
 
 
 def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Place and JSON value of each of the first ``number`` lines; empty lines are skipped.
+    """File and line, and JSON value, of the first ``number`` lines; empty lines are skipped.
 
     Raises:
         OptionError: the file or a line cannot be read.
@@ -190,7 +190,7 @@ def parsed(where: str, row: Any) -> Sample:
     """The sample of a line, or of values of the lists.
 
     Raises:
-        OptionError: with ``where`` a bad value is.
+        OptionError: a bad value; the error says ``where``.
     """
     if not isinstance(row, dict) or ("length" in row) == ("loss_mask" in row):
         raise OptionError(

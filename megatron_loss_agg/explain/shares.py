@@ -130,7 +130,7 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(by_microbatch.values()):
         per_token[members] = plan.coefficients(i)
-    return Shares(agg, tokens, per_token, formula(agg, plan.counts.tokens, plan.counts.across))
+    return Shares(agg, tokens, per_token, formula(agg, plan.counts))
 
 
 def _strings(values: Sequence[Any]) -> list[str] | None:

@@ -8,7 +8,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,18 +47,19 @@ def as_text(
     samples: Sequence[Sample], shown: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
     """Two tables, of shares and of weights, by sample or by quarters of them; and the formulas."""
-    by_rows = _by_sample if len(samples) <= _MOST_ROWS else _by_quarter
-    columns, shares, weights = by_rows(samples, shown)
-    share_of, weight_of = _TITLES[by_rows]
+    are_few = len(samples) <= _MOST_ROWS
+    rows = _by_sample(samples, shown) if are_few else _by_quarter(samples, shown)
+    whose, of_whose = ("the sample's", " of the sample") if are_few else ("a quarter's", "")
+    keys = len(rows.keys)
     lines = [
-        f"Share of the gradient: {share_of} of the sum of all weights, in percent",
-        aligned({**columns, **shares}, keys=len(columns)),
+        f"Share of the gradient: {whose} part of the sum of all weights, in percent",
+        aligned({**rows.keys, **rows.shares}, keys),
         "",
-        f"Weight of one token{weight_of}, as a multiple of its weight under token_mean",
-        aligned({**columns, **weights}, keys=len(columns)),
+        f"Weight of one token{of_whose}, as a multiple of its weight under token_mean",
+        aligned({**rows.keys, **rows.weights}, keys),
         "",
     ]
-    if by_rows is _by_quarter:
+    if not are_few:
         without = sum(not sample.tokens for sample in samples)
         lines += [
             f"{len(samples):,} samples, {without:,} of them without loss tokens; "
@@ -74,12 +75,15 @@ def as_text(
     return "\n".join(lines)
 
 
-Columns = dict[str, list[str]]
+class _Rows(NamedTuple):
+    """Columns of the two tables, by name: the first ones of both, and those by mode of each."""
+
+    keys: dict[str, list[str]]
+    shares: dict[str, list[str]]
+    weights: dict[str, list[str]]
 
 
-def _by_sample(
-    samples: Sequence[Sample], shown: Mapping[str, Shares]
-) -> tuple[Columns, Columns, Columns]:
+def _by_sample(samples: Sequence[Sample], shown: Mapping[str, Shares]) -> _Rows:
     """A row for each sample: its groups, its shares and its weights."""
     columns = {
         "sample": [str(s) for s in range(len(samples))],
@@ -95,12 +99,10 @@ def _by_sample(
         ]
         for name, s in shown.items()
     }
-    return columns, shares, weights
+    return _Rows(columns, shares, weights)
 
 
-def _by_quarter(
-    samples: Sequence[Sample], shown: Mapping[str, Shares]
-) -> tuple[Columns, Columns, Columns]:
+def _by_quarter(samples: Sequence[Sample], shown: Mapping[str, Shares]) -> _Rows:
     """A row for each quarter of the samples with tokens, by length: sums of shares, and spans."""
     tokens_S = torch.tensor([sample.tokens for sample in samples], dtype=torch.float64)
     parts = quarters(tokens_S)
@@ -112,14 +114,7 @@ def _by_quarter(
     for name, s in shown.items():
         shares[name] = [f"{100 * float(s.fractions[is_in_S].sum()):.3g}" for is_in_S in parts]
         weights[name] = [span(s.relative_to_token_mean[is_in_S], ".3g") for is_in_S in parts]
-    return columns, shares, weights
-
-
-_TITLES = {
-    _by_sample: ("the sample's part", " of the sample"),
-    _by_quarter: ("a quarter's part", ""),
-}
-"""Words of the headings of the tables: whose part, and whose token."""
+    return _Rows(columns, shares, weights)
 
 
 def _groups(samples: Sequence[Sample]) -> list[str]:
@@ -139,7 +134,7 @@ def quarters(tokens_S: Tensor) -> list[Tensor]:
 
 
 def span(x: Tensor, form: str = ".2f") -> str:
-    """The least and the largest value, or one where they look alike."""
+    """The least and the largest value in words; one of them where both look alike."""
     return " to ".join(dict.fromkeys(format(float(end), form) for end in x.aminmax()))
 
 
@@ -154,8 +149,8 @@ def shares_by_sample(samples: Sequence[Sample], shown: Mapping[str, Shares]) -> 
         columns = (shares.fractions, shares.per_token, shares.relative_to_token_mean)
         numbers = zip(samples, *(column.tolist() for column in columns), strict=True)
         for s, (sample, *values) in enumerate(numbers):
-            own = [shortened(getattr(sample, group)) for group in groups]
-            yield [name, s, sample.tokens, *own, *values]
+            ids = [shortened(getattr(sample, group)) for group in groups]
+            yield [name, s, sample.tokens, *ids, *values]
 
 
 def write_csv(path: str, lines: Iterable[Sequence[Any]]) -> None:
@@ -285,21 +280,18 @@ def _draw_panel(
 
 
 def _styles(shown: Mapping[str, Shares]) -> dict[str, dict[str, Any]]:
-    """How each curve is drawn: further ones of a mode otherwise than its first."""
-    number: Counter[str] = Counter()
+    """A style for each curve; further curves of a mode have others than its first."""
+    drawn: Counter[str] = Counter()  # curves of each mode
     styles = {}
     for name, shares in shown.items():
         mode = shares.aggregation.mode
         style = {"marker": ".", "markersize": 6.0, "color": COLORS[mode], **_STYLES[mode]}
-        again, number[mode] = number[mode] - 1, number[mode] + 1
-        if again >= 0:
-            is_line = "linestyle" not in style
-            further: Any = (
-                {"linestyle": _FURTHER_LINES[again % len(_FURTHER_LINES)]}
-                if is_line
-                else _FURTHER_POINTS[again % len(_FURTHER_POINTS)]
-            )
-            style |= further
+        is_line, k = "linestyle" not in style, drawn[mode] - 1
+        drawn[mode] += 1
+        if k >= 0 and is_line:
+            style["linestyle"] = _FURTHER_LINES[k % len(_FURTHER_LINES)]
+        elif k >= 0:
+            style.update(_FURTHER_POINTS[k % len(_FURTHER_POINTS)])
         style["markersize"] *= min(1.0, max(0.4, 5 / math.sqrt(len(shares.tokens))))
         styles[name] = style
     return styles

@@ -1,4 +1,4 @@
-"""``explain --data``: what stock Megatron weighs the tokens of a run's own data by.
+"""``explain --data``: stock Megatron's weights of the tokens of a run's own data.
 
 Stock Megatron divides a token's loss by the loss tokens of its part: its microbatch, or under
 context parallelism the tokens of it that one rank has. So its weights depend on the run's flags,
@@ -78,14 +78,14 @@ def main(argv: Sequence[str], read: Read) -> int:
             f"the data must have loss tokens, got none in {len(tokens.tokens_N):,} steps of "
             f"{run.global_batch_size} rows. Read more rows (--samples)."
         )
-    layouts = [
-        Layout(f"this run{_ranks_in_words(run)}", run, tokens.rank_C),
-        Layout(f"with {against}", other, tokens.other_rank_C),
+    runs = [
+        Run(f"this run{_ranks_in_words(run)}", run, tokens.rank_C),
+        Run(f"with {against}", other, tokens.other_rank_C),
     ]
     if is_split and run.context_parallel_size > 1 and other.context_parallel_size > 1:
         whole = run._replace(context_parallel_size=1)
         name = "with --context-parallel-size 1"
-        layouts.append(Layout(name, whole, torch.zeros_like(tokens.rank_C)))
+        runs.append(Run(name, whole, torch.zeros_like(tokens.rank_C)))
     weights = {
         "stock": stock_weights(tokens, run, tokens.rank_C),
         against: stock_weights(tokens, other, tokens.other_rank_C),
@@ -94,16 +94,16 @@ def main(argv: Sequence[str], read: Read) -> int:
     if args.plot is not None:
         of_stock = [_mean_of_samples(tokens, x_SC, step) for x_SC in weights.values()]
         names = ("stock", f"stock with {against}")
-        of_layouts = {
+        of_runs = {
             f"{name} (weights add up to {shares.total:.2f})": shares
             for name, shares in zip(names, of_stock, strict=True)
         }
-        draw(args.plot, samples, {**of_layouts, **shown})
+        draw(args.plot, samples, {**of_runs, **shown})
         print(f"drawn: {args.plot}, of step {step + 1}", file=sys.stderr)
     if args.csv is not None:
-        write_csv(args.csv, _by_sample(tokens, weights))
+        write_csv(args.csv, _rows_by_sample(tokens, weights))
         print(f"written: {args.csv}", file=sys.stderr)
-    print(*_answer(tokens, layouts, weights, step, shown), sep="\n")
+    print(*_answer(tokens, runs, weights, step, shown), sep="\n")
     return 0
 
 
@@ -176,8 +176,8 @@ class BatchFlags(NamedTuple):
         return "M_all" if self.calculate_per_token_loss else f"(M_part * {self.parts})"
 
 
-class Layout(NamedTuple):
-    """A run whose weights are added up."""
+class Run(NamedTuple):
+    """A run of stock Megatron whose weights are added up."""
 
     name: str
     flags: BatchFlags
@@ -255,7 +255,7 @@ def stock_weights(tokens: LossTokens, flags: BatchFlags, rank_C: Tensor) -> Tens
         rank_C: the context-parallel rank of each cell under ``flags``.
     """
     part_SC, tokens_P = _parts(tokens, flags, rank_C)
-    counted_P = tokens_P.float().trunc().double()  # of a sum in fp32
+    counted_P = tokens_P.float().trunc().double()  # int() of a sum in fp32
     if flags.calculate_per_token_loss:
         counted_N = counted_P.view(-1, flags.parts).sum(1).clamp(min=1)
         divisor_SC = counted_N[tokens.step_S, None].expand_as(tokens.tokens_SC)
@@ -283,10 +283,10 @@ def sums_of_weights(tokens: LossTokens, weight_SC: Tensor) -> Tensor:
     return sum_N[has_tokens_N] / tokens.tokens_N[has_tokens_N]
 
 
-def _empty_parts(tokens: LossTokens, layout: Layout) -> float:
+def _empty_parts(tokens: LossTokens, run: Run) -> float:
     """The fraction of parts without a loss token, of steps that have one."""
-    _, tokens_P = _parts(tokens, layout.flags, layout.rank_C)
-    is_empty = tokens_P.view(-1, layout.flags.parts)[tokens.tokens_N > 0] == 0
+    _, tokens_P = _parts(tokens, run.flags, run.rank_C)
+    is_empty = tokens_P.view(-1, run.flags.parts)[tokens.tokens_N > 0] == 0
     return float(is_empty.double().mean())
 
 
@@ -325,7 +325,7 @@ def _parser() -> argparse.ArgumentParser:
     add_chats(parser, parser)
     parser.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")
     parser.add_argument(
-        "--against", metavar="FLAGS", help="of another layout (default: twice --micro-batch-size)"
+        "--against", metavar="FLAGS", help="of another run (default: twice --micro-batch-size)"
     )
     parser.add_argument("--plot", metavar="FILE", help="draw one step (png, svg, pdf)")
     parser.add_argument("--csv", metavar="FILE", help="write the weights of every sample")
@@ -333,7 +333,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _twice_the_microbatch(run: BatchFlags) -> str:
-    """The flag; 1 where twice the size does not divide the step."""
+    """The flag of twice the size, or of 1 where that does not divide the step."""
     size = 2 * run.micro_batch_size
     return f"--micro-batch-size {1 if run.global_batch_size % size else size}"
 
@@ -361,12 +361,12 @@ def _mean_of_samples(tokens: LossTokens, weight_SC: Tensor, step: int) -> Shares
 
 def _answer(
     tokens: LossTokens,
-    layouts: Sequence[Layout],
+    runs: Sequence[Run],
     weights: Mapping[str, Tensor],
     step: int,
     shown: Mapping[str, Shares],
 ) -> list[str]:
-    """The printed lines: weights, their formulas, their sums, and how two layouts differ."""
+    """The printed lines: weights, their formulas and sums, and the difference of two runs."""
     is_active_SC = tokens.tokens_SC > 0
     stock, stock_of_other = (x_SC[is_active_SC] for x_SC in weights.values())
     factor = float(torch.maximum(stock / stock_of_other, stock_of_other / stock).max())
@@ -374,13 +374,13 @@ def _answer(
     steps_with_tokens = tokens.tokens_N.count_nonzero()
     percent = float(50 * (fraction_SC - other_fraction_SC).abs().sum() / steps_with_tokens)
     against = [*weights][1]
-    run, other = (layout.flags for layout in layouts[:2])
+    run, other = runs[0].flags, runs[1].flags
     same_microbatches = run.micro_batch_size == other.micro_batch_size
     exception = "" if same_microbatches else " but microbatch_mean"
-    sums = _by_layout(tokens, layouts)
+    sums = _by_run(tokens, runs)
     return [
         f"Stock Megatron gives a token {span(stock)} times its weight in token_mean.",
-        *_scale(sums["sum of weights"][0]),
+        *_sum_in_words(sums["sum of weights"][0]),
         f"steps: {len(tokens.tokens_N):,}, of {run.global_batch_size:,} rows; "
         f"samples: {len(tokens.row_S):,}; loss tokens: {float(tokens.tokens_S.sum()):,.15g}",
         f"stock: w_t = m_t / {run.divisor}",
@@ -391,7 +391,7 @@ def _answer(
         "",
         "Sum of stock Megatron's weights of a step. A part (a microbatch on one",
         "context-parallel rank) without a loss token adds 0 to the mean over parts.",
-        aligned(sums, keys=len(sums), left=("layout",)),
+        aligned(sums, keys=len(sums), left=("run",)),
         "",
         f"Stock Megatron with {against}:",
         f"{percent:.1f} % of the weight is on other tokens, with both sums scaled to 1,",
@@ -401,7 +401,7 @@ def _answer(
     ]
 
 
-def _scale(total: str) -> list[str]:
+def _sum_in_words(total: str) -> list[str]:
     """The sum of the weights in words."""
     if total == "1.00":
         return ["Its weights add up to 1.00 in a step, as those of a mean do."]
@@ -411,31 +411,29 @@ def _scale(total: str) -> list[str]:
     ]
 
 
-def _by_layout(tokens: LossTokens, layouts: Sequence[Layout]) -> dict[str, list[str]]:
-    """Columns: of each layout, the sum of its weights in the mean over steps, and empty parts."""
+def _by_run(tokens: LossTokens, runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Columns: of each run, the sum of its weights in the mean over steps, and empty parts."""
     sums = [
-        sums_of_weights(tokens, stock_weights(tokens, layout.flags, layout.rank_C)).mean()
-        for layout in layouts
+        sums_of_weights(tokens, stock_weights(tokens, run.flags, run.rank_C)).mean() for run in runs
     ]
     return {
         "sum of weights": [f"{float(total):.2f}" for total in sums],
-        "empty parts": [f"{100 * _empty_parts(tokens, layout):.1f} %" for layout in layouts],
-        "layout": [layout.name for layout in layouts],
+        "empty parts": [f"{100 * _empty_parts(tokens, run):.1f} %" for run in runs],
+        "run": [run.name for run in runs],
     }
 
 
-def _by_sample(tokens: LossTokens, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-    """The lines of a CSV file: of each layout and sample, weights as multiples of token_mean's."""
-    yield ["layout", "step", "row", "tokens", "least", "largest", "sum_of_weights"]
+def _rows_by_sample(tokens: LossTokens, weights: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+    """The lines of a CSV file: of each run and sample, weights as multiples of token_mean's."""
+    yield ["run", "step", "row", "tokens", "least", "largest", "sum_of_weights"]
     tokens_of_step_S = tokens.tokens_N[tokens.step_S].clamp(min=1e-300)
-    places = zip(tokens.step_S.tolist(), tokens.row_S.tolist(), strict=True)
-    numbered = [(step + 1, row + 1) for step, row in places]
-    for layout, weight_SC in weights.items():
+    step_and_row_S = (torch.stack([tokens.step_S, tokens.row_S], dim=1) + 1).tolist()
+    for name, weight_SC in weights.items():
         sum_S = (weight_SC * tokens.tokens_SC).sum(1) / tokens_of_step_S
-        for s, place in enumerate(numbered):
+        for s, step_and_row in enumerate(step_and_row_S):
             active = weight_SC[s][tokens.tokens_SC[s] > 0]
             ends = [float(x) for x in active.aminmax()] if active.numel() else ["", ""]
-            yield [layout, *place, float(tokens.tokens_S[s]), *ends, float(sum_S[s])]
+            yield [name, *step_and_row, float(tokens.tokens_S[s]), *ends, float(sum_S[s])]
 
 
 def _fractions(tokens: LossTokens, weight_SC: Tensor) -> Tensor:

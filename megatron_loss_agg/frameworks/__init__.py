@@ -17,13 +17,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_loss_agg.aggregation import Term
+from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
-__all__ = ["aggregation_from_environment", "check_names", "print_first_line", "print_none"]
+__all__ = [
+    "aggregation_from_environment",
+    "check_names",
+    "check_samples",
+    "print_first_lines",
+    "print_none",
+]
 
 PACKAGES = {
     **{name: name for name in ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl")},
@@ -32,6 +38,7 @@ PACKAGES = {
 """The adapters, which are modules of this package, and the packages of their frameworks."""
 
 _printed: set[str] = set()
+"""The models whose first lines this process has printed, and "none" for `print_none`."""
 
 
 def settings_of(name: str) -> str:
@@ -69,6 +76,20 @@ def check_names(framework: str, versions: str, names: Iterable[tuple[Any, str]])
             )
 
 
+def check_samples(agg: LossAggregation) -> None:
+    """Raise OptionError if the aggregation needs more of samples than prompts and rollouts."""
+    if others := sorted({*agg.by_id} - {"prompt", "rollout"}):
+        raise OptionError(
+            f"samples must be grouped by prompt or rollout, got {', '.join(others)}. Choose another "
+            "mode (--loss-aggregation)."
+        )
+    if agg.sample_weights:
+        raise OptionError(
+            "--loss-aggregation-sample-weights needs weights, which these samples do not have, got "
+            f"{agg.sample_weights}. Remove it."
+        )
+
+
 def print_none(whose: str) -> None:
     """Print once that an adapter runs without an aggregation, and ``whose`` loss is trained."""
     if not _must_print("none"):
@@ -79,7 +100,7 @@ def print_none(whose: str) -> None:
     )
 
 
-def print_first_line(plan: StepPlan, who: str = "") -> None:
+def print_first_lines(plan: StepPlan, who: str = "") -> None:
     """Print the aggregation and the counts of the first step, on rank 0 and once in a process.
 
     Args:
@@ -89,14 +110,14 @@ def print_first_line(plan: StepPlan, who: str = "") -> None:
     if not _must_print(who):
         return
     agg, counts = plan.aggregation, plan.counts
-    weight = formula(agg) if plan.is_empty else formula(agg, counts.tokens, counts.across)
+    weight = formula(agg, None if plan.is_empty else counts)
     title, rows = title_and_weights({agg.mode: Term(agg)}, {agg.mode: weight}, who)
     print(in_lines(title, [*rows, ("counts", counts_in_words(counts))]), flush=True)
 
 
-def _must_print(line: str) -> bool:
-    """Whether this is rank 0, and its process has not printed ``line`` yet."""
-    if line in _printed or (dist.is_initialized() and dist.get_rank() > 0):
+def _must_print(who: str) -> bool:
+    """Whether this is rank 0, and its process has not printed of ``who`` yet."""
+    if who in _printed or (dist.is_initialized() and dist.get_rank() > 0):
         return False
-    _printed.add(line)
+    _printed.add(who)
     return True

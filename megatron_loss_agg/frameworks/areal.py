@@ -24,7 +24,7 @@ from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.frameworks import (
     aggregation_from_environment,
     check_names,
-    print_first_line,
+    print_first_lines,
     print_none,
 )
 
@@ -76,7 +76,7 @@ GROUP, WEIGHT = "_trajectory_group", "_loss_weight"
 
 
 class _Aggregated:
-    """An engine whose tokens weigh what MEGATRON_LOSS_AGG_FLAGS says."""
+    """An engine that weighs tokens as MEGATRON_LOSS_AGG_FLAGS says."""
 
     trained_model = ""
     has_prompts = True
@@ -103,7 +103,7 @@ class _Aggregated:
             prompt_ids=None if groups is None else groups[:, 0],
             group=engine.data_parallel_group,
         )
-        print_first_line(plan, self.trained_model)
+        print_first_lines(plan, self.trained_model)
         weight_S = (plan.coefficients(0) * plan.counts.all_tokens).to(mask.device, torch.float32)
         # A column that AReaL splits and packs as it does the mask.
         data[WEIGHT] = weight_S.unsqueeze(-1).expand(mask.shape).contiguous()
@@ -146,7 +146,7 @@ class AggregatedLMEngine(_Aggregated, MegatronLMEngine):
 
 
 def _aggregation(config: Any, has_prompts: bool) -> LossAggregation:
-    """The aggregation in the environment, which an engine with this configuration can do."""
+    """The aggregation in the environment, checked against the engine's configuration."""
     agg = aggregation_from_environment()
     if agg is None:
         raise HostError(

@@ -19,7 +19,7 @@ import torch
 
 from megatron_loss_agg import StepPlan
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_lines, print_none
 from megatron_loss_agg.frameworks.slime import (
     check_has,
     check_settings,
@@ -100,7 +100,7 @@ def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
             rollout_ids=[rollout_ids[i] for i in rows],
             rejected=torch.tensor([removed[i] for i in rows]) if agg.rejected else None,
         )
-        print_first_line(plan)
+        print_first_lines(plan)
         of_rows = 1 / (plan.coefficients(0) * rollouts)
         if of_rows.min() < 1:
             raise HostError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_lines, print_none
 
 try:
     from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
@@ -50,7 +50,7 @@ def aggregate_losses(policy: Any) -> Any:
     Evaluation stays NeMo-RL's. Without the variable nothing changes.
 
     Raises:
-        OptionError: a mode that needs what NeMo-RL does not send.
+        OptionError: a mode that needs more than NeMo-RL sends.
         HostError: a policy that is not trained by Megatron's workers on the batch that it is given.
     """
     agg = aggregation_from_environment()
@@ -134,7 +134,7 @@ def _coefficients(agg: LossAggregation, data: Any, size: int) -> Tensor:
             rejected=rejected,
             sample_weights=sample_mask[batch].where(~rejected, 1.0),
         )
-        print_first_line(plan)
+        print_first_lines(plan)
         parts.append(plan.coefficients(0))
     return torch.cat(parts).to(sample_mask.device, torch.float32)
 
@@ -154,7 +154,7 @@ def _prompts(data: Any) -> Tensor:
 
 
 class AggregatedLoss:
-    """A loss function of NeMo-RL whose samples weigh what the column of the batch says."""
+    """A loss function of NeMo-RL, with each sample weighed by a column of the batch."""
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = loss_fn

@@ -31,7 +31,8 @@ from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.frameworks import (
     aggregation_from_environment,
     check_names,
-    print_first_line,
+    check_samples,
+    print_first_lines,
     print_none,
 )
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -93,7 +94,7 @@ class ExactLoss:
 
     @classmethod
     def checked_aggregation(cls, cfg: Any) -> LossAggregation | None:
-        """The aggregation in the environment, which SkyRL's configuration allows; or None.
+        """The aggregation in the environment, if any; checked against SkyRL's configuration.
 
         Raises:
             HostError: SkyRL is set to do what the weights do not follow.
@@ -159,7 +160,7 @@ class ExactLoss:
                 rejected=rejected[rows] if self.aggregation.rejected else None,
                 **{name: x[rows] for name, x in ids.items()},
             )
-            print_first_line(plan)
+            print_first_lines(plan)
             factors = _factors(plan, masks[rows]).to(masks)
             data["advantages"][rows] *= factors
             if are_weights:
@@ -181,20 +182,11 @@ def _factors(plan: StepPlan, masks: Tensor) -> Tensor:
 
 def check_aggregation(agg: LossAggregation, cfg: Any) -> None:
     """Raise OptionError if the aggregation needs what SkyRL's samples do not have."""
-    if others := sorted({*agg.by_id} - {"prompt", "rollout"}):
-        raise OptionError(
-            f"samples must be grouped by prompt or rollout, got {', '.join(others)}. Choose another "
-            "mode (--loss-aggregation)."
-        )
+    check_samples(agg)
     if "microbatch" in agg.units:
         raise OptionError(
             f"means must be over the whole mini-batch, got {agg.label}. Unset {VARIABLE} and set "
             "trainer.algorithm.loss_reduction=token_mean_legacy, or choose another mode."
-        )
-    if agg.sample_weights:
-        raise OptionError(
-            "--loss-aggregation-sample-weights needs weights, which SkyRL's samples do not have, "
-            f"got {agg.sample_weights}. Remove it."
         )
     if agg.rejected and not cfg.trainer.algorithm.zero_variance_filter:
         raise OptionError(
@@ -271,8 +263,8 @@ def main() -> None:
 
     Ray does not hand the environment of this process on: the variable is given to the trainer's.
     """
-    given = [x for x in sys.argv[1:] if not x.startswith("trainer.override_entrypoint=")]
-    cfg = SkyRLTrainConfig.from_cli_overrides(given)
+    overrides = [x for x in sys.argv[1:] if not x.startswith("trainer.override_entrypoint=")]
+    cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
     validate_cfg(cfg)
     ExactTrainer.checked_aggregation(cfg)
     initialize_ray(cfg)

@@ -28,7 +28,12 @@ from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
+from megatron_loss_agg.frameworks import (
+    aggregation_from_environment,
+    check_samples,
+    print_first_lines,
+    print_none,
+)
 
 SETTINGS = """\
 --rollout-data-postprocess-path megatron_loss_agg.frameworks.slime.postprocess
@@ -126,7 +131,7 @@ def replace_denominators(
             group=group,
         )
         _check_groups(plan, rollouts, per_prompt, seam)
-        print_first_line(plan, "critic" if args.loss_type == "value_loss" else "")
+        print_first_lines(plan, "critic" if args.loss_type == "value_loss" else "")
         for k, rows in enumerate(step):
             denominators[rows] = 1 / (plan.coefficients(k) * rollouts)
 
@@ -151,16 +156,7 @@ def check_settings(agg: LossAggregation, args: Namespace) -> None:
             "--loss-type must be policy_loss or sft_loss, got custom_loss, whose sum is not known. "
             "Change --loss-type, or remove the aggregation."
         )
-    if others := sorted({*agg.by_id} - {"prompt", "rollout"}):
-        raise OptionError(
-            f"samples must be grouped by prompt or rollout, got {', '.join(others)}. Choose another "
-            "mode (--loss-aggregation)."
-        )
-    if agg.sample_weights:
-        raise OptionError(
-            "--loss-aggregation-sample-weights needs weights, which these samples do not have, got "
-            f"{agg.sample_weights}. Remove it."
-        )
+    check_samples(agg)
 
 
 def needs_prompts(agg: LossAggregation) -> bool:
@@ -184,7 +180,7 @@ def _check_critic(args: Namespace, framework: str, seam: str) -> None:
 
 
 def _removed(data: dict[str, Any], seam: str) -> list[bool]:
-    """Whether each sample was removed."""
+    """True for each sample that was removed."""
     if "remove_samples" not in data:
         raise HostError(
             "--loss-aggregation-rejected needs samples that say whether they were removed, got "
@@ -213,10 +209,10 @@ def _prompts_by_index(
 def _check_groups(plan: StepPlan, rollouts: int, per_prompt: int | None, seam: str) -> None:
     """Raise if the plan's groups are not those of the step; all ranks do."""
     assert plan.samples is not None
-    counted = len(plan.samples.groups("rollout").ids_G)
-    if counted != rollouts:
+    number = len(plan.samples.groups("rollout").ids_G)
+    if number != rollouts:
         raise HostError(
-            f"the ranks of a step must have its {rollouts} rollouts, got {counted}. Leave "
+            f"the ranks of a step must have its {rollouts} rollouts, got {number}. Leave "
             "rollout_ids and the split of the data as they are."
         )
     if per_prompt is None:

@@ -37,7 +37,7 @@ from verl.workers.engine import EngineRegistry
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_line, print_none
+from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_lines, print_none
 
 SETTINGS = """\
 +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=megatron_loss_agg.frameworks.verl
@@ -48,7 +48,7 @@ actor_rollout_ref.actor.loss_agg_mode=token-mean"""
 COEFFICIENTS = "loss_coefficients"
 """The column of a batch that has ``c_s`` of each row."""
 UID_OF_PADDING = re.compile(r"pad[0-9a-f]{32}")
-"""What verl gives to the rows that even out ranks."""
+"""The uids of rows that verl adds to even out ranks."""
 WITHOUT_TOKEN_MEAN = {
     "sapo": "always is a mean over samples",
     "geo_mean": "has a mean of its own",
@@ -195,7 +195,7 @@ def weigh_rows(x: Any, c: Tensor) -> Any:
 
 
 def is_sum(metric: Any) -> bool:
-    """Whether it is a loss: verl adds these up, and averages other metrics."""
+    """Whether verl adds the metric up, as it does losses; it averages others."""
     return isinstance(metric, Metric) and metric.aggregation is AggregationType.SUM
 
 
@@ -210,7 +210,7 @@ class Aggregating:
         if agg is not None:
             check_settings(loss_function)
             plan = step_plan(agg, data, self.get_data_parallel_group())
-            print_first_line(plan, self.role)
+            print_first_lines(plan, self.role)
             data[COEFFICIENTS] = plan.coefficients(0).float()
         else:
             print_none("verl's")

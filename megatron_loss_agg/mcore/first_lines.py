@@ -20,7 +20,7 @@ from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 
 
 def prints_first_lines(call: Call) -> bool:
-    """Whether this rank is the one that prints."""
+    """Whether this rank is the one that prints: the first of the last pipeline stage."""
     groups = call.groups
     is_first = not any(dist.get_rank(group) for group in (groups.dp, groups.cp, groups.tp))
     return groups.is_last_stage and is_first
@@ -38,14 +38,14 @@ def first_lines(
     """The terms, counts and settings of a training step, or of a call of an evaluation.
 
     Args:
-        is_empty: no token of it is active.
+        is_empty: it has no active token.
         measured: the result of `checks.scaling`.
         further: more lines, by label.
     """
-    formulas = {}
-    for name, plan in plans.items():
-        numbers = () if is_empty else (plan.counts.tokens, plan.counts.across)
-        formulas[name] = formula(plan.aggregation, *numbers)
+    formulas = {
+        name: formula(plan.aggregation, None if is_empty else plan.counts)
+        for name, plan in plans.items()
+    }
     title, rows = title_and_weights(terms, formulas)
     first = plan_of_first_term(plans)
     kinds = {"rows" if x.starts is None else "packed sequences" for x in first.shapes}
@@ -82,8 +82,6 @@ def measured_in_words(measured: float | None) -> str:
 
 
 def _microbatches(call: Call, plan: StepPlan) -> str:
-    ranks = dist.get_world_size(call.groups.planning)
     kind = "data-parallel" if call.groups.dp_cp is None else "data- and context-parallel"
-    return (
-        f"{plan.counts.microbatches} microbatches on {ranks} {kind} rank{'s' if ranks > 1 else ''}"
-    )
+    ranks = number_of(dist.get_world_size(call.groups.planning), f"{kind} rank")
+    return f"{number_of(plan.counts.microbatches, 'microbatch')} on {ranks}"

@@ -173,13 +173,13 @@ def test_a_file_has_a_line_for_each_mode_and_sample(capsys, tmp_path):
             assert [float(line[name]) for line in own] == row[name]
 
 
-def test_a_file_has_a_line_for_each_layout_and_sample_of_a_run(capsys, tmp_path):
+def test_a_file_has_a_line_for_each_run_and_sample(capsys, tmp_path):
     path = str(tmp_path / "out.csv")
     rows = write(tmp_path / "rows.txt", *FOUR, 0, 0, 2, 2)
     assert main(["explain", "--data", rows, "--csv", path, *RUN]) == 0
     capsys.readouterr()
     lines = lines_of(path)
-    assert [line["layout"] for line in lines] == ["stock"] * 8 + ["--micro-batch-size 4"] * 8
+    assert [line["run"] for line in lines] == ["stock"] * 8 + ["--micro-batch-size 4"] * 8
     assert [line["step"] for line in lines[:8]] == [*"11112222"]
     assert [line["row"] for line in lines[:8]] == [*"12345678"]
     # 16 / (2 * 4) and 16 / (2 * 12); in the second step 4 / (2 * 4), and a part without a token.
