@@ -1,4 +1,4 @@
-"""Aggregation modes: what each divides a token's weight by.
+"""Aggregation modes: the weight of a token under each.
 
 A mode is a path of units from outside to inside: a mean over the groups of the first, in each of
 these over those of the next, and so on; the last one pools its tokens. So token ``t`` of sample
@@ -116,7 +116,7 @@ class LossAggregation:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise OptionError(f"unknown mode {self.mode!r}. {_known_modes(self.mode)}")
+            raise OptionError(f"unknown mode {self.mode!r}. {_advice_on_mode(self.mode)}")
         for name in ("empty", "rejected", "sample_weights"):
             value = getattr(self, name)
             if value not in ("count", "skip") and (value is not None or name == "empty"):
@@ -146,7 +146,7 @@ class LossAggregation:
         ``empty`` and ``rejected`` override the preset's own choice.
         """
         if name not in PRESETS:
-            raise OptionError(f"unknown preset {name!r}. {_known_presets(name)}")
+            raise OptionError(f"unknown preset {name!r}. {_advice_on_preset(name)}")
         preset = PRESETS[name]
         if preset.needs_divisor and divisor is None:
             raise OptionError(
@@ -399,7 +399,7 @@ def _weights_by_id(weights: Any) -> dict[int, float]:
     return {} if is_repeated or any(not 0 <= w < math.inf for w in by_id.values()) else by_id
 
 
-def _known_modes(name: object) -> str:
+def _advice_on_mode(name: object) -> str:
     """Advice on an unknown mode."""
     if name in PRESETS:
         return f"It is a preset: write LossAggregation.preset({name!r})."
@@ -407,7 +407,7 @@ def _known_modes(name: object) -> str:
     return f"{hint}Choose one of {', '.join(MODES)} (mode=, or --loss-aggregation)."
 
 
-def _known_presets(name: str) -> str:
+def _advice_on_preset(name: str) -> str:
     """Advice on an unknown preset."""
     system, _, of_system = name.partition("/")
     presets = presets_of(system)
@@ -417,7 +417,7 @@ def _known_presets(name: str) -> str:
     return f"{hint}Choose one of {', '.join(presets)} (--loss-aggregation)."
 
 
-def _did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A sentence with the name of ``known`` that is nearest to ``name``; empty if none is near."""
-    near = get_close_matches(str(name), known, n=1)
+def _did_you_mean(name: object, names: Iterable[str]) -> str:
+    """A sentence with the one of ``names`` that is nearest to ``name``; empty if none is near."""
+    near = get_close_matches(str(name), names, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""

@@ -29,7 +29,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
 
     Args:
         mine: returns an object that can be pickled.
-        doing: what the ranks are doing, for the error: "counting the step".
+        doing: the work of the ranks, for the error: "counting the step".
 
     Raises:
         PeerError: ``mine`` failed on another rank. On the rank itself its own error is raised.
@@ -111,7 +111,7 @@ def broadcast_result(
     """The result of ``make`` on rank ``source`` of ``group``, on all of its ranks; all must call.
 
     Args:
-        doing: what the source is doing, for the error.
+        doing: the work of the source, for the error.
 
     Raises:
         PeerError: ``make`` failed. On the source its own error is raised.

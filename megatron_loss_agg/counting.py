@@ -4,7 +4,8 @@
 
 Every rank gathers the samples of all, and computes the same coefficients from the same table.
 
-Suffixes: ``_S`` one number for each sample, ``_G`` one for each group.
+Suffixes: ``_S`` one number for each sample, ``_G`` one for each group, ``_M`` one for each microbatch
+of each rank, ``_K`` one for each microbatch, however many ranks hold it.
 """
 
 from __future__ import annotations
@@ -230,9 +231,17 @@ def joined_ranks(parts: Sequence[Samples]) -> tuple[Samples, list[RankRows]]:
 def _check_holders(
     everything: Samples, rank_M: Tensor, key_M: Tensor, index_M: Tensor, sizes_M: Tensor
 ) -> None:
-    """Raise DataError unless every microbatch is held by as many neighbours as it says."""
+    """Raise DataError unless every microbatch is held by as many neighbours as it says.
+
+    Args:
+        key_M: the index of the microbatch.
+        index_M: the row of the first rank that holds it; < 0 if that rank does not.
+    """
     of_ranks = torch.unique(torch.stack([key_M, rank_M], dim=1), dim=0)
-    ranks_K, times_K = torch.bincount(of_ranks[:, 0]), torch.bincount(key_M)
+    ranks_K, times_K = (
+        torch.bincount(of_ranks[:, 0]),
+        torch.bincount(key_M),
+    )  # its ranks; how often it is given
     is_wrong_M = (ranks_K != times_K)[key_M] | (ranks_K[key_M] != everything.holders)
     is_wrong_M |= (index_M < 0) | (sizes_M != sizes_M[index_M])
     if bool(is_wrong_M.any()):
@@ -304,7 +313,7 @@ def _concatenated_ranks(parts: Sequence[Samples]) -> Samples:
 
 
 def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> None:
-    """Raise DataError unless the microbatches have what ``agg`` needs, and nothing it ignores."""
+    """Raise DataError unless the microbatches have all that ``agg`` needs, and nothing it ignores."""
     for name in ("rejected", "sample_weights"):
         if getattr(agg, name) is None and any(getattr(m, name) is not None for m in microbatches):
             raise DataError(
@@ -415,7 +424,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         number_G.index_add_(0, parent_G, in_means_G(inner).double())
         siblings_S = siblings_S * number_G[parents.group_S]
 
-    # N_across: how many outermost groups there are, or V_across: what they weigh.
+    # N_across: the number of outermost groups; or V_across: their weight.
     if agg.weighted == "all":
         tokens = float(mask_S.sum())
         across = float((v_S * mask_S).sum()) / tokens if tokens else 0.0

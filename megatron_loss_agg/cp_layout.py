@@ -1,4 +1,4 @@
-"""Which tokens a context-parallel rank holds, to shard tensors and to unshard them.
+"""The tokens that a context-parallel rank holds, to shard tensors and to unshard them.
 
 Causal attention costs more for late tokens, so a sequence is cut into ``2 * cp`` chunks and rank
 ``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` ("zigzag"): of the whole sequence in Megatron's

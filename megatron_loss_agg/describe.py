@@ -120,6 +120,7 @@ def number_of(number: int, thing: str) -> str:
 
 
 def plural(thing: str) -> str:
+    """Such as ``samples`` or ``microbatches``."""
     return f"{thing}es" if thing.endswith("ch") else f"{thing}s"
 
 

@@ -275,8 +275,8 @@ def of_term(name: str, microbatch: Any) -> Microbatch:
         microbatch = microbatch[name]
     if not isinstance(microbatch, Microbatch):
         raise DataError(
-            f"microbatches must be of class Microbatch, got a {type(microbatch).__name__}. See "
-            "what reads the batches (read_batch=, or --loss-aggregation-batch)."
+            f"microbatches must be of class Microbatch, got a {type(microbatch).__name__}. Correct "
+            "the function that reads batches (read_batch=, or --loss-aggregation-batch)."
         )
     return microbatch
 

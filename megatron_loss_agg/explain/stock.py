@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg explain --data",
         usage="%(prog)s [FILE] [options] -- [SCRIPT] FLAG ...",
-        description="Show what stock Megatron weighs the tokens of a run's own data by. Megatron "
+        description="Show stock Megatron's weights of the tokens of a run's own data. Megatron "
         "reads it from the run's flags; or a line of FILE is a row, as a length or a JSON object; "
         "or a line of --chats is a row.",
         allow_abbrev=False,

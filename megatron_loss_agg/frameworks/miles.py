@@ -54,7 +54,7 @@ def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
 
     Raises:
         HostError: a denominator below 1, or a setting by which miles does not divide by them.
-        OptionError: the aggregation needs what is not known before samples are split.
+        OptionError: the aggregation needs the split of the samples, which comes later.
     """
     agg = aggregation_from_environment()
     if agg is None:

@@ -97,8 +97,8 @@ class ExactLoss:
         """The aggregation in the environment, if any; checked against SkyRL's configuration.
 
         Raises:
-            HostError: SkyRL is set to do what the weights do not follow.
-            OptionError: the aggregation needs what SkyRL's samples do not have.
+            HostError: a setting of SkyRL's that the weights do not follow.
+            OptionError: the aggregation needs more than SkyRL's samples have.
         """
         agg = aggregation_from_environment()
         if agg is None:
@@ -181,7 +181,7 @@ def _factors(plan: StepPlan, masks: Tensor) -> Tensor:
 
 
 def check_aggregation(agg: LossAggregation, cfg: Any) -> None:
-    """Raise OptionError if the aggregation needs what SkyRL's samples do not have."""
+    """Raise OptionError if the aggregation needs more than SkyRL's samples have."""
     check_samples(agg)
     if "microbatch" in agg.units:
         raise OptionError(

@@ -66,7 +66,7 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
 
     Raises:
         HostError: slime is too old, or reduces a loss in another way by one of its settings.
-        OptionError: the aggregation needs what slime's samples do not have.
+        OptionError: the aggregation needs more than slime's samples have.
     """
     replace_denominators(args, rollout_data, "slime", f"Use slime of {OLDEST} or later.", SEAM)
 

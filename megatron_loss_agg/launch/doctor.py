@@ -107,7 +107,7 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
 
 
 def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
-    """Whether the installed framework has the extension point of its adapter; and the lines to set."""
+    """The extension point of a framework's adapter; with it, the lines to set."""
     try:
         settings = settings_of(name)
     except AggregationError as error:
@@ -120,7 +120,7 @@ def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
 
 
 def check_release(version: str, root: Path) -> Finding:
-    """Whether this Megatron-Core release, installed in ``root``, is supported and tested."""
+    """The support for this Megatron-Core release, which is installed in ``root``."""
     match = re.match(r"(\d+)\.(\d+)", version)
     release = (int(match[1]), int(match[2])) if match else (0, 0)
     name, text, tested = "megatron-core", f"{version} in {root}", "0.14 to 0.19"

@@ -129,7 +129,7 @@ _OPTIONS = {
 _OF_AGGREGATION = (
     *("divisor", "levels", "empty", "rejected", "sample_weights", "dataset_weights", "function"),
 )
-"""The flags that say what is computed; the others set up the hook."""
+"""The flags of the aggregation; the others set up the hook."""
 
 _REMOVED = {
     "mask": (
@@ -141,7 +141,7 @@ _REMOVED = {
         "Multiply the losses by the factor in the script's TokenLoss",
     ),
 }
-"""Flags of earlier versions: why they were removed, and what to do instead."""
+"""Flags of earlier versions: the reason of their removal, and the remedy."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -97,8 +97,8 @@ def _wrapper_of_mtp(mode: str, aggregation: LossAggregation) -> Wrapper:
     """Aggregates MTP's losses in the way of the main loss, or in ``mode`` with its other options."""
     if mode == "same":
         return aggregate_mtp
-    of_mode: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
-    of_mtp = replace(aggregation, mode=mode, **of_mode)
+    unset: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
+    of_mtp = replace(aggregation, mode=mode, **unset)
     return functools.partial(aggregate_mtp, aggregation=of_mtp)
 
 
@@ -131,8 +131,8 @@ def install(
         make_hook: called once for Megatron's own training loop, before the model is built, and
             once for each model of other loops.
         watch_exit: end the process with code 2 if the flags have had no effect when it exits.
-        launcher: what the launcher knows of the flags. Flags that make no hook then end the script
-            with one line and exit code 2 in place of a traceback.
+        launcher: the effect of the flags, as the launcher follows it. Flags that make no hook then
+            end the script with one line and exit code 2 in place of a traceback.
 
     Returns:
         ``uninstall``, which restores every function and the command line, but not in loops that
@@ -177,7 +177,7 @@ class Plugin:
     """The functions that replace Megatron's; each gets Megatron's function and its arguments.
 
     Args:
-        effect: notes what the flags do.
+        effect: notes the effect of the flags.
         prepare_parser: see `install`.
         make_hook: see `install`.
         exits: whether flags that make no hook end the process with one line and exit code 2.
@@ -238,13 +238,13 @@ class Plugin:
     def step_optimizer(
         self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Returns for an empty step what Megatron's optimizers return on overflow."""
+        """For an empty step, returns as Megatron's optimizers do on overflow."""
         self._effect.check_before_step(optimizer)
         if self._effect.skips_optimizer:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return step(optimizer, *args, **kwargs)
 
-    def read_line(
+    def read_pack(
         self, get_item: Callable[..., Any], dataset: Any, index: int
     ) -> Mapping[str, Any]:
         """Returns a pack of Megatron's SFT data, with prompt ids if the flags name their field."""
@@ -322,7 +322,7 @@ def replacements() -> list[Replacement]:
             table.append(Replacement(training, "wrap_data_iterator", Plugin.wrap_data_iterator))
         from megatron.training.datasets.sft_dataset import SFTDataset
 
-        table.append(Replacement(SFTDataset, "__getitem__", Plugin.read_line))
+        table.append(Replacement(SFTDataset, "__getitem__", Plugin.read_pack))
     for holder, name, _ in table:
         if not hasattr(holder, name):
             raise HostError(

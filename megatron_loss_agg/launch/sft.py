@@ -1,9 +1,9 @@
 """Prompt ids of Megatron's ``--sft`` data, from a field of its lines of JSON.
 
 A line is one pack, of one conversation or several; each begins with a system message. The field
-holds the id of all of them, an int or a string, or a list with one for each. An id travels as one
-of each token, so that it goes through whatever Megatron does with the tokens, and is read at the
-first token of its conversation.
+holds the id of all of them, an int or a string, or a list with one for each. Every token gets the id
+of its conversation, so that ids go wherever Megatron puts the tokens; they are read at the first
+token of each conversation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEY = "prompt_ids"
 
 def check_flag(args: Any, batch_function: str | None) -> None:
     """Raise OptionError where the flag would have no effect on Megatron's parsed flags ``args``."""
-    if not getattr(args, "sft", True):  # before Megatron has parsed its flags there is none
+    if not getattr(args, "sft", True):  # missing before Megatron has parsed its flags
         raise OptionError(
             f"{FLAG} needs Megatron's --sft, got none. Add --sft, or give prompt_ids in the batches "
             "and remove the flag."
@@ -46,34 +46,34 @@ def with_prompt_ids(
         DataError: the line lacks the field, or its value does not fit the conversations.
     """
     number = int(dataset.indices[index % len(dataset.indices)])
-    place = f"line {number + 1} of {dataset.dataset_path}"
+    where = f"line {number + 1} of {dataset.dataset_path}"
     line = dataset.dataset.dataset[number]
     value = line.get(field)
     if value is None:
         raise DataError(
-            f"every line must have the field {field!r} of prompt ids, got none in {place}. Add an id, "
+            f"every line must have the field {field!r} of prompt ids, got none in {where}. Add an id, "
             f"or a list of one for each conversation, or change {FLAG}."
         )
     conversations = 1 + sum(message["role"] == "system" for message in line["messages"][1:])
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     values = list(value) if is_list else [value] * conversations
-    ids = ids_from(f"{field!r} in {place} ({FLAG})", values)
+    ids = ids_from(f"{field!r} in {where} ({FLAG})", values)
     if len(ids) != conversations:
         raise DataError(
             f"the field {field!r} must hold an id, or a list of one for each of the {conversations} "
-            f"conversations, got {len(ids)} in {place}. Correct it, or change {FLAG}."
+            f"conversations, got {len(ids)} in {where}. Correct it, or change {FLAG}."
         )
-    return {**item, _KEY: _of_tokens(ids, item["cu_seqlens"], place)}
+    return {**item, _KEY: _ids_of_tokens(ids, item["cu_seqlens"], where)}
 
 
-def _of_tokens(ids: Tensor, cu_seqlens: Tensor, place: str) -> Tensor:
-    """int64 [tokens], from those of conversations, of which the last ones may be cut off."""
+def _ids_of_tokens(ids: Tensor, cu_seqlens: Tensor, where: str) -> Tensor:
+    """int64 [tokens], from ids of conversations, of which the last ones may be cut off."""
     offsets = cu_seqlens.tolist()
     end = offsets[-1]  # repeated to a length that is the same for all packs
     lengths = [b - a for a, b in pairwise(offsets[: offsets.index(end) + 1])]
     if 0 in lengths:
         raise DataError(
-            f"every conversation must have tokens, got one without in {place}. Remove it, or drop "
+            f"every conversation must have tokens, got one without in {where}. Remove it, or drop "
             f"{FLAG}."
         )
     return ids[: len(lengths)].repeat_interleave(torch.tensor(lengths))

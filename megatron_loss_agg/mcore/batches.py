@@ -140,10 +140,10 @@ def with_holders(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> Micro
             f"Megatron's schedulers have, got {_keys(batch)}. Add it, or let the reader of batches give "
             "Microbatch(local_cp_size=)."
         )
-    held: dict[str, Any] = {"local_cp_size": int(size), "gid": None if gid is None else int(gid)}
+    fields: dict[str, Any] = {"local_cp_size": int(size), "gid": None if gid is None else int(gid)}
     if microbatch.sequences is not None:
-        held["sequences"] = replace(microbatch.sequences, local_cp_size=int(size))
-    return replace(microbatch, **held)
+        fields["sequences"] = replace(microbatch.sequences, local_cp_size=int(size))
+    return replace(microbatch, **fields)
 
 
 def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
@@ -184,9 +184,9 @@ def is_by_sample(key: str) -> bool:
 
 
 def _of_sample(key: str, value: Any) -> Any:
-    """A field of one sample, whose fields all have an element for each token, as of a row.
+    """A field of a batch of one sample: [1, tokens], or the one value [1] that all its tokens have.
 
-    Ids, weights and rejections are the same for all tokens of a sample.
+    In Megatron's samples every field has an element for each token: ids, weights and rejections, too.
     """
     if not isinstance(value, Tensor) or not value.dim():
         return value
@@ -267,9 +267,9 @@ def _keys(batch: Any) -> str:
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
-    """``read``; if it is `read_batch`, also with ``units``, with the keys of ids that ``terms`` need.
+    """``read``; if it is `read_batch`, with the ``units`` that ``terms`` need ids of.
 
-    But those of data sets, which batches of evaluations may lack; see `with_dataset_ids`.
+    But without data sets, of which batches of evaluations may lack ids: see `with_dataset_ids`.
 
     Raises:
         OptionError: a unit whose key has ids of tokens.
@@ -288,7 +288,7 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
 
 
 def with_dataset_ids(microbatches: Sequence[MicrobatchOfTerms]) -> list[MicrobatchOfTerms]:
-    """Microbatches with ids of data sets: their own, or if none has any, one id, -1, for all samples.
+    """Microbatches with ids of data sets: theirs, or `NO_DATASET` for all samples if none has any.
 
     Validation sets are often read one by one, and then lack ids.
     """
@@ -332,7 +332,7 @@ def pack_offsets(
     real, padded = rows[0], rows[-1]
     is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
     if is_dummy:
-        return {"cu_seqlens": real[0, :1]}  # its padded place is no sample
+        return {"cu_seqlens": real[0, :1]}  # its padding is no sample
     if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:
         fillers = [0]
     else:

@@ -197,7 +197,7 @@ def script_losses(
     used. The model's output is then the per-token loss.
 
     Raises:
-        HostError, DataError: the loss function, or what it returns, cannot be used.
+        HostError, DataError: a loss function, or results of one, that cannot be used.
     """
     if isinstance(loss_function, Mapping):
         parts = []
@@ -467,8 +467,9 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
     """
     if packing is None or packing.qkv_format != "thd":
         return
+    shape = token_shape(plans, i)
     local_cp_size = getattr(packing, "local_cp_size", None)
-    expected = call.groups.holders(token_shape(plans, i)).size
+    expected = call.groups.holders(shape).size
     if local_cp_size not in (None, expected):
         raise DataError(
             f"microbatch {i} must have the {expected} context-parallel ranks that were planned, got "
@@ -476,12 +477,11 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
             "dynamic_context_parallel in the model's configuration, where samples have groups of "
             "their own."
         )
-    shape = token_shape(plans, i)
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
     if ignores_samples or not is_by_token(shape):
         return
     if shape.starts is not None:
-        _check_places(packing, shape)
+        _check_starts(packing, shape)
         return
     is_one_sample = shape.mask[0] == 1 and len(packing.cu_seqlens_q) == 2
     if not is_one_sample:
@@ -491,7 +491,7 @@ def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: in
         )
 
 
-def _check_places(packing: Any, shape: MicrobatchShape) -> None:
+def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
     """Raise DataError for a batch that has only the real offsets of a padded pack."""
     assert shape.starts is not None
     ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
@@ -511,7 +511,7 @@ def _check_places(packing: Any, shape: MicrobatchShape) -> None:
         )
 
 
-def _of_terms(what: str, values: Any, names: Sequence[str], call: Call) -> dict[str, Any]:
+def _of_terms(kind: str, values: Any, names: Sequence[str], call: Call) -> dict[str, Any]:
     """``values`` by term, in the order of ``names``; an evaluation may lack terms."""
     if not isinstance(values, Mapping) and len(names) == 1:
         return {names[0]: values}
@@ -520,7 +520,7 @@ def _of_terms(what: str, values: Any, names: Sequence[str], call: Call) -> dict[
     if not is_complete and not (is_part and not call.trains):
         got = sorted(values) if isinstance(values, Mapping) else described(values)
         raise DataError(
-            f"{what} must be a mapping with one for each term of {sorted(names)}, got {got}. Return all "
+            f"{kind} must be a mapping with one for each term of {sorted(names)}, got {got}. Return all "
             "terms of the hook."
         )
     return {name: values[name] for name in names if name in values}

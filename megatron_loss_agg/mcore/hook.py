@@ -122,8 +122,8 @@ class LossHook:
     each, without its multiplier, and ``"loss"``, the weighted sum that is differentiated.
 
     Args:
-        aggregation: what to compute; or several terms, by name, of which the first has Megatron's
-            token count.
+        aggregation: of the loss; or several terms, by name, of which the first has Megatron's token
+            count.
         read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or a mapping by
             term, where their masks differ. The hook draws the step's batches before its first
             forward pass and then passes them to the schedule.

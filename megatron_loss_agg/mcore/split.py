@@ -30,7 +30,7 @@ SPLITS = ("zigzag", "zigzag_pack", "contiguous")
 
 
 def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> CPLayout:
-    """Which positions of a microbatch's last axis this rank holds."""
+    """The positions of a microbatch's last axis that this rank holds."""
     length = shape.mask[-1]
     if split == "contiguous":
         return CPLayout.contiguous(length, cp_size, cp_rank)
@@ -59,13 +59,13 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
         return starts // cp_size
     tokens = shape.mask[-1]
     if split == "contiguous":
-        chunk, ranks = tokens // cp_size, [cp_rank]
+        length, chunks = tokens // cp_size, [cp_rank]
     else:
-        chunk, ranks = tokens // (2 * cp_size), [cp_rank, 2 * cp_size - 1 - cp_rank]
-    held = torch.zeros_like(starts)  # this rank's tokens before each start, chunk by chunk
-    for k in ranks:
-        held += (starts - k * chunk).clamp(0, chunk)
-    return held
+        length, chunks = tokens // (2 * cp_size), [cp_rank, 2 * cp_size - 1 - cp_rank]
+    tokens_before = torch.zeros_like(starts)  # of this rank, before each start
+    for k in chunks:
+        tokens_before += (starts - k * length).clamp(0, length)
+    return tokens_before
 
 
 def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: ProcessGroups) -> Tensor:

@@ -1,4 +1,4 @@
-"""ms-swift: a plugin file that hooks Megatron's schedule, and says what ms-swift's losses are.
+"""ms-swift: a plugin file that hooks Megatron's schedule, and hands ms-swift's losses to the hook.
 
 Stands on ``--external_plugins``, which takes the path of a file alone. ms-swift runs it in every
 process that trains, before the trainer. Its SFT has the mean over all tokens of the step, and its

@@ -195,7 +195,7 @@ class WholeTokens(NamedTuple):
 
 
 def is_pack_of_several(of_terms: MicrobatchOfTerms) -> bool:
-    """Whether the tokens of a microbatch may show which split they are under."""
+    """Whether it is a pack of several samples, whose tokens may show their split."""
     offsets = _with_tokens(of_terms).cu_seqlens
     return offsets is not None and len(offsets) > 2
 
@@ -216,12 +216,12 @@ class SplitFinding(NamedTuple):
 
 
 class _RankFindings(NamedTuple):
-    """Samples and split findings of one context-parallel rank, by row of the microbatch."""
+    """The findings of one context-parallel rank, by the row of the microbatch in the step."""
 
-    samples: dict[int, dict[str, Any]]  # see `_samples`
-    findings: dict[int, SplitFinding | None]  # None: nothing can be compared
-    depends: Collection[int]  # rows whose weights are right under one split alone
-    is_split: Collection[int]  # rows that several ranks hold
+    shared: dict[int, dict[str, Any]]  # see `_shared_values`
+    splits: dict[int, SplitFinding | None]  # None: nothing can be compared
+    depend_on_split: Collection[int]  # rows whose weights are right under one split alone
+    are_split: Collection[int]  # rows that several ranks hold
 
 
 def depends_on_split(
@@ -263,39 +263,37 @@ def check_tokens(
     """
     rows = plan_of_first_term(plans).rows.microbatches.tolist()
 
-    def compare() -> tuple[set[str] | None]:
+    numbers = {row: i for i, row in enumerate(rows)}  # of this rank's microbatches
 
-        def findings() -> _RankFindings:
-            holders = {rows[i]: call.groups.holders(x.shape) for i, x in tokens.items()}
-            return _RankFindings(
-                {rows[i]: _samples(plans, i, x.shape) for i, x in tokens.items()},
-                {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items() if i in tokens},
-                {rows[i] for i in depend_on_split},
-                {row for row, x in holders.items() if x.size > 1},
-            )
+    def findings() -> _RankFindings:
+        return _RankFindings(
+            {rows[i]: _shared_values(plans, i, x.shape) for i, x in tokens.items()},
+            {rows[i]: _finding(call, tokens, i, x) for i, x in inputs.items() if i in tokens},
+            {rows[i] for i in depend_on_split},
+            {rows[i] for i, x in tokens.items() if call.groups.holders(x.shape).size > 1},
+        )
 
-        of_ranks = gather_objects(findings, call.groups.comparing, "comparing tokens")
-        numbers = {row: i for i, row in enumerate(rows)}  # of this rank's microbatches
+    def compare() -> set[str] | None:
+        ranks = gather_objects(findings, call.groups.comparing, "comparing tokens")
         splits = {}
-        for row in sorted({row for rank in of_ranks for row in rank.findings}):
-            holders = [rank for rank in of_ranks if row in rank.samples]
-            for name, x in holders[0].samples[row].items():
-                if any(rank.samples[row][name] != x for rank in holders):
+        for row in sorted({row for rank in ranks for row in rank.splits}):
+            holders = [rank for rank in ranks if row in rank.shared]
+            for name, x in holders[0].shared[row].items():
+                if any(rank.shared[row][name] != x for rank in holders):
                     raise _other_batches(name)
-            of_holders = [rank.findings.get(row) for rank in holders]
+            of_holders = [rank.splits.get(row) for rank in holders]
             i = numbers.get(row, row)
             splits[row] = _common_splits(i, [x for x in of_holders if x is not None])
-        shows_split = {row for rank in of_ranks for row in rank.is_split}
-        compared = [x for row, x in splits.items() if x is not None and row in shows_split]
+        are_split = {row for rank in ranks for row in rank.are_split}
+        compared = [x for row, x in splits.items() if x is not None and row in are_split]
         fitting = set.intersection(*compared) if compared else None
-        for row in sorted({row for rank in of_ranks for row in rank.depends}):
+        for row in sorted({row for rank in ranks for row in rank.depend_on_split}):
             of_microbatch = fitting if splits.get(row) is None else splits[row]
             i = numbers.get(row, row)
             check_split_was_verified(i, of_microbatch, split, is_declared)
-        return (fitting,)
+        return fitting
 
-    (fitting,) = broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
-    return fitting
+    return broadcast_result(compare, call.groups.tp, 0, "comparing tokens")
 
 
 def _other_batches(different: str) -> DataError:
@@ -360,7 +358,10 @@ def _common_splits(i: int, findings: Sequence[SplitFinding]) -> set[str] | None:
 
 
 def has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
-    """Whether microbatch ``i`` is a pack of several; of a lone one, its mask shows a wrong split."""
+    """Whether microbatch ``i`` is a pack of several samples.
+
+    The mask sum of a lone sample shows a wrong split by itself.
+    """
     starts = token_shape(plans, i).starts
     return starts is not None and len(starts) > 2
 
@@ -382,7 +383,7 @@ def _finding(
 
 
 def _fits(call: Call, tokens: WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
-    """Whether some of this rank's tensors is its part of one of a microbatch's."""
+    """Whether one of this rank's tensors is its part of a microbatch's, but for padding."""
     shape = tokens.shape
     try:
         holders = call.groups.holders(shape)
@@ -412,8 +413,11 @@ def _is_real(microbatch: Microbatch) -> Tensor:
     return is_real.reshape(microbatch.loss_mask.shape).cpu()
 
 
-def _samples(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> dict[str, Any]:
-    """Values that all ranks of a microbatch must have alike, by name; later ones follow from earlier."""
+def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> dict[str, Any]:
+    """By name, the values that all ranks of a microbatch must have alike.
+
+    Later ones depend on earlier ones, so that the first that differs is the cause.
+    """
     return {
         "shapes of masks": shape.mask,
         "offsets": None if shape.starts is None else shape.starts.tolist(),

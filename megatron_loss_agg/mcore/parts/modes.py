@@ -144,13 +144,13 @@ def aggregations_beside(
 
 
 def _beside(first: LossAggregation, agg: LossAggregation) -> LossAggregation:
-    """``agg``, with the first term's choice of what is unsaid of samples."""
-    unsaid = {
+    """``agg``, with the first term's options for samples where it leaves them open."""
+    options = {
         name: getattr(first, name)
         for name in ("rejected", "sample_weights", "dataset_weights")
         if getattr(agg, name) is None
     }
-    return replace(agg, **unsaid)
+    return replace(agg, **options)
 
 
 def _has_ids(plan: StepPlan, agg: LossAggregation) -> bool:

@@ -1,8 +1,8 @@
-"""Losses of multi-token prediction (MTP), aggregated as the language model's loss is, or in another way.
+"""Losses of multi-token prediction (MTP), aggregated like the main loss, or in a mode of their own.
 
 At depth ``d``, position ``t`` predicts the target of position ``t + d``. Its loss gets the weight
-that this target has in the main loss, or would have under another aggregation of it, so that the
-loss of a step is extended by
+that this target has in the main loss, or would have there in that mode, so that the loss of a step
+is extended by
 
     f / D * sum_d sum_t w_t^(d) * l_t^(d)
 
@@ -100,10 +100,9 @@ def aggregate_mtp(
             """The results of the hook's loss function for microbatch ``i``, with MTP's part."""
             scaled, *number_of_tokens, report = loss_function(output)
             masks_of_depths = [moved(x, scaled.device) for x in masks[i]]
+            losses_of_depths = losses.take(masks_of_depths)
             sums = []
-            for mask_T, losses_T in zip(
-                masks_of_depths[1:], losses.take(masks_of_depths), strict=True
-            ):
+            for mask_T, losses_T in zip(masks_of_depths[1:], losses_of_depths, strict=True):
                 w_T = _weights(call, plan, i, hook.split, mask_T, at_least_fp32(losses_T.dtype))
                 sums.append(weighted_sum(w_T.view(-1), losses_T))
             factor = term.multiplier * call.config.mtp_loss_scaling_factor / depths
@@ -197,7 +196,7 @@ class MTPLosses:
         """The losses of this microbatch by depth, [T] each.
 
         Args:
-            masks: [T] of this rank, by depth from 0 on: the loss mask of what a position predicts.
+            masks: [T] of this rank, by depth from 0 on: the loss mask of the targets.
 
         Raises:
             HostError: the model has not computed a loss of each depth and token.

@@ -44,28 +44,31 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
 
         if missing := [x for x in (_DRAW, _PACK) if not hasattr(data_schedule, x)]:
             raise HostError(
-                f"ids in packs need Megatron's function {' and '.join(missing)}, and its "
-                "data_schedule has none. Drop with_ids, and choose a mode without ids."
+                f"Megatron's data_schedule must have {' and '.join(missing)} for ids in packs, got "
+                "none. Drop with_ids, and choose a mode without ids."
             )
         draw, pack = getattr(data_schedule, _DRAW), getattr(data_schedule, _PACK)
-        by_number: dict[str, Tensor] = {}  # [samples of all ranks], by key
+        ids: dict[str, Tensor] = {}  # by key: of all ranks' samples, by the scheduler's numbers
 
-        def drawn(iterator: Iterator[Any], number: int, dp_group: Any) -> Any:
+        def draw_with_ids(iterator: Iterator[Any], number: int, dp_group: Any) -> Any:
             items = [next(iterator) for _ in range(number)]
             read = functools.partial(_ids_of, items)
             of_ranks = gather_objects(read, dp_group, "reading ids of samples")
-            by_number.update(_joined(of_ranks))
+            ids.update(_joined(of_ranks))
             return draw(iter(items), number, dp_group)
 
-        def packed(samples: Any, dealt: Sequence[Any], rank: int, *args: Any, **kwargs: Any) -> Any:
+        def pack_with_ids(
+            samples: Any, dealt: Sequence[Any], rank: int, *args: Any, **kwargs: Any
+        ) -> Any:
             packs = pack(samples, dealt, rank, *args, **kwargs)
-            for of_pack, of_ranks in zip(packs, dealt, strict=True):
-                of_pack.update({key: x[of_ranks[rank]] for key, x in by_number.items()})
+            for of_pack, numbers_by_rank in zip(packs, dealt, strict=True):
+                numbers = numbers_by_rank[rank]
+                of_pack.update({key: x[numbers] for key, x in ids.items()})
             return packs
 
         with (
-            replaced(data_schedule, _DRAW, drawn),
-            replaced(data_schedule, _PACK, packed),
+            replaced(data_schedule, _DRAW, draw_with_ids),
+            replaced(data_schedule, _PACK, pack_with_ids),
         ):
             return wrap_data_iterator(data_iterator, *args, **kwargs)
 
@@ -82,7 +85,7 @@ def _ids_of(items: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _ids_of_sample(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values by sample of a sample, or of a pack of several, without samples of no token."""
+    """By key, the values of a sample, or of those of a pack that have tokens."""
     has_tokens = torch.tensor([True])
     if "padded_seq_len" not in sample:
         has_tokens = sample["cu_seqlens"].reshape(-1).diff().cpu() > 0
@@ -97,6 +100,7 @@ def _ids_of_sample(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """By key, the values of all parts in their order."""
     keys = sorted({key for part in parts for key in part})
     if any(part.keys() != {*keys} for part in parts):
         raise DataError(

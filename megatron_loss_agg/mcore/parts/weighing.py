@@ -1,4 +1,4 @@
-"""Reports of the weights themselves: how unevenly the loss weighs the samples of a step."""
+"""Reports of the weights themselves: the unevenness of those of a step's samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.collectives import broadcast_result
-from megatron_loss_agg.counting import Samples, coefficients
+from megatron_loss_agg.counting import coefficients
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
@@ -19,7 +19,7 @@ _TENTH = 0.1
 
 
 class Weighing(NamedTuple):
-    """How unevenly a loss weighs samples, of which each has the weight ``W_s = c_s * M_s``."""
+    """The unevenness of samples' weights, ``W_s = c_s * M_s``."""
 
     effective_samples: float
     """``(sum W)^2 / sum W^2``: as many samples of one weight would be as uneven."""
@@ -30,7 +30,7 @@ class Weighing(NamedTuple):
     def of(cls, mask_sum_S: Tensor, coefficient_S: Tensor) -> Weighing:
         """Of the samples with weight; 0 and 0 if there are none.
 
-        Samples of one length are in the longest tenth to equal parts, if not all of them fit.
+        Of samples of one length that do not all fit into the longest tenth, each is in it in part.
         """
         weight_S = mask_sum_S * coefficient_S
         is_weighed_S = weight_S != 0
@@ -58,13 +58,13 @@ class WeightReports(Extension):
     """
 
     def __init__(self) -> None:
-        self._of_step = Weighing(0.0, 0.0)
+        self._weighing = Weighing(0.0, 0.0)
 
     def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
         if plans is None or not call.trains:
             return
         plan = plan_of_first_term(plans)
-        self._of_step = broadcast_result(lambda: _weighing(plan), call.groups.tp, 0)
+        self._weighing = broadcast_result(lambda: _weighing(plan), call.groups.tp, 0)
 
     def on_loss(self, microbatch: MicrobatchLoss) -> None:
         if not microbatch.call.trains:
@@ -73,7 +73,7 @@ class WeightReports(Extension):
         call, first = microbatch.call, plan_of_first_term(microbatch.plans)
         ranks = call.scale.data_parallel_size * call.groups.cp_size
         parts = len(first.sizes) * ranks
-        for name, value in zip(REPORTS, self._of_step, strict=True):
+        for name, value in zip(REPORTS, self._weighing, strict=True):
             part = microbatch.total.new_full((), value / parts)
             microbatch.report(name, microbatch.pair(part))
 
@@ -94,6 +94,6 @@ REPORTS = ("effective samples", "weight of longest tenth")
 
 def _weighing(plan: StepPlan) -> Weighing:
     """Of the samples of all ranks, on a rank that reads them."""
-    samples: Samples | None = plan.samples
-    assert samples is not None
-    return Weighing.of(samples.mask_sum, coefficients(plan.aggregation, samples)[0])
+    assert plan.samples is not None
+    coefficient_S, _ = coefficients(plan.aggregation, plan.samples)
+    return Weighing.of(plan.samples.mask_sum, coefficient_S)
