@@ -531,7 +531,7 @@ def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
     argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
     return (
         f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument} "
-        f"(the batch key '{unit}_ids', int64 [samples]; with_ids keeps it where Megatron packs "
+        f"(the batch key '{unit}_ids', int64 [samples], which with_ids keeps where Megatron packs "
         f"samples), or choose a mode without {unit}s (--loss-aggregation)."
     )
 
