@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms, units_read
-from megatron_loss_agg.collectives import gather_objects, send_failure
+from megatron_loss_agg.collectives import gather_objects, ranks_of, send_failure
 from megatron_loss_agg.counting import (
     RankRows,
     Samples,
@@ -399,7 +399,10 @@ def plan_step(
 
     def read() -> _RankPart:
         items = listed(microbatches() if callable(microbatches) else microbatches)
-        return _RankPart.of(named_terms(terms), items, copies)
+        by_name = named_terms(terms)
+        # Ranks compare them; one alone skips them, since small steps are fast.
+        words = terms_in_words(by_name) if ranks_of(group) > 1 else ""
+        return _RankPart.of(by_name, words, items, copies)
 
     parts = gather_objects(read, group, "reading the step")
     words = dict.fromkeys(part.words for part in parts)
@@ -430,13 +433,15 @@ class _LocalMicrobatches:
 class _RankPart:
     """One rank's part of the step, by term; other ranks get only words and samples."""
 
-    words: str  # the terms
+    words: str  # the terms, to compare them between ranks
     samples: dict[str, Samples]
     local: dict[str, _LocalMicrobatches]
 
     @classmethod
-    def of(cls, terms: Mapping[str, Term], items: Sequence[Any], copies: bool) -> _RankPart:
-        part = cls(terms_in_words(terms), {}, {})
+    def of(
+        cls, terms: Mapping[str, Term], words: str, items: Sequence[Any], copies: bool
+    ) -> _RankPart:
+        part = cls(words, {}, {})
         shares_masks = not any(isinstance(x, Mapping) for x in items)
         first = next(iter(terms))
         for name, term in terms.items():

@@ -262,7 +262,6 @@ def check_tokens(
         DataError: another split, or other microbatches.
     """
     rows = plan_of_first_term(plans).rows.microbatches.tolist()
-
     numbers = {row: i for i, row in enumerate(rows)}  # of this rank's microbatches
 
     def findings() -> _RankFindings:
