@@ -38,8 +38,8 @@ def formula(source: str, *_: Any, **__: Any) -> str:
 def svg(latex: str, inline: bool) -> str:
     """The formula in the colour of the text around it, on its line where ``inline``."""
     drawn = ziamath.Latex(latex, size=18, color="currentColor", inline=inline)
-    place = f"vertical-align: {drawn.getyofst():.2f}px"
-    label = f'role="img" aria-label="{html.escape(latex)}" style="{place}"'
+    style = f"vertical-align: {drawn.getyofst():.2f}px"
+    label = f'role="img" aria-label="{html.escape(latex)}" style="{style}"'
     return str(drawn.svg().replace("<svg ", f"<svg {label} ", 1))
 
 
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if repository():
         page.edit_url = f"{repository()}/edit/main/{source}"
     page.meta.setdefault("description", first_sentences(markdown))
-    return re.sub(r"\$`([^`]+)`\$", lambda found: svg(found[1], inline=True), markdown)
+    return re.sub(r"\$`([^`]+)`\$", lambda match: svg(match[1], inline=True), markdown)
 
 
 def first_sentences(markdown: str) -> str:

@@ -1,4 +1,4 @@
-"""Write ci/verified.md from test reports, one of each release of the host.
+"""Write ci/verified.md from test reports, one of each release of Megatron-Core.
 
     python ci/verified.py REPORT.xml ... > ci/verified.md
 
@@ -47,9 +47,9 @@ def held(results: list[bool]) -> str:
 def gradient_row(version: str, cases: list[ElementTree.Element]) -> str:
     worst: dict[str, float] = defaultdict(float)
     for case in cases:
-        found = properties(case)
-        dtype = found["dtype"]
-        worst[dtype] = max(worst[dtype], float(found["error"]))
+        measured = properties(case)
+        dtype = measured["dtype"]
+        worst[dtype] = max(worst[dtype], float(measured["error"]))
     cells = [version, held(list(map(passed, cases))), *(f"{worst[d]:.1e}" for d in TITLES)]
     return f"| {' | '.join(cells)} |"
 

@@ -44,8 +44,8 @@ def losses(run: Path) -> dict[int, dict[str, float]]:
 
 def logged(run: Path, pattern: str) -> list[float]:
     """The numbers that Megatron's log has behind ``pattern``."""
-    found = re.findall(rf"{pattern}: (\S+)", (run / "log.txt").read_text())
-    return [float(value) for value in found]
+    values = re.findall(rf"{pattern}: (\S+)", (run / "log.txt").read_text())
+    return [float(x) for x in values]
 
 
 def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:

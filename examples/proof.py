@@ -141,18 +141,18 @@ def _packs_of_this_rank(data: PackedPairs) -> Iterator[dict[str, Tensor]]:
     return (data[index] for index in range(rank, len(data), dist.get_world_size() // CP_SIZE))
 
 
-def difference(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """|found - expected| / |expected| over all parameters together, and the worst single one."""
-    off = torch.stack([(found[name] - value).norm() for name, value in expected.items()])
+def difference(computed: Gradients, expected: Gradients) -> tuple[float, float]:
+    """|computed - expected| / |expected| over all parameters together, and the worst single one."""
+    off = torch.stack([(computed[name] - value).norm() for name, value in expected.items()])
     size = torch.stack([value.norm() for value in expected.values()])
     return float(off.norm() / size.norm()), float((off / size).max())
 
 
-def row(title: str, found: dict[str, Gradients], expected: dict[str, Gradients]) -> str:
+def row(title: str, computed: dict[str, Gradients], expected: dict[str, Gradients]) -> str:
     """One line of the table: a mode's two figures beside one another, mode after mode."""
     cells = []
     for mode, gradients in expected.items():
-        together, worst = difference(found[mode], gradients)
+        together, worst = difference(computed[mode], gradients)
         cells.append(f"{together:9.1e} {worst:9.1e}")
     return f"  {title:46}" + "   ".join(cells)
 
@@ -197,8 +197,10 @@ def main() -> int:
         print(row("megatron_loss_agg" + per_token * flag, plugin[flag], expected))
     for flag in (False, True):
         print(row("stock Megatron" + per_token * flag, stock[flag], expected))
-    found = [difference(plugin[flag][mode], expected[mode])[1] for flag in plugin for mode in MODES]
-    worst = float(torch.tensor(found).max())  # NaN if there is one, which Python's may pass over
+    errors = [
+        difference(plugin[flag][mode], expected[mode])[1] for flag in plugin for mode in MODES
+    ]
+    worst = float(torch.tensor(errors).max())  # NaN if there is one, which Python's may pass over
     verdict = "EXACT" if worst <= BOUND else "NOT EXACT"
     print("\nall: all parameters as one vector; worst: the worst single parameter.")
     print(f"{verdict}: megatron_loss_agg differs by {worst:.1e} at worst; the bound is {BOUND}")

@@ -125,12 +125,12 @@ def samples(split: str, seed: int, max_length: int, per_module: int) -> Iterator
     rng = random.Random(f"{split} {seed}")
     names = modules(split)
     while True:
-        found = False
+        has_fitting = False
         for module in rng.sample(names, len(names)):
             fitting = [pair for pair in functions(module) if pair.length <= max_length]
-            found = found or bool(fitting)
+            has_fitting = has_fitting or bool(fitting)
             yield from rng.sample(fitting, min(per_module, len(fitting)))
-        if not found:
+        if not has_fitting:
             raise ValueError(
                 f"no documented function of at most {max_length} bytes in {library_root()}; "
                 "raise --seq-length, or run an interpreter that ships its library as source"

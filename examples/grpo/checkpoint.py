@@ -42,10 +42,10 @@ def load(folder: Path, options: Options) -> dict[str, Any]:
         FileNotFoundError: there is none.
         ValueError: it is of a run with other flags, and would go on as neither of both.
     """
-    found = sorted(folder.glob("step_*.pt"))
-    if not found:
+    checkpoints = sorted(folder.glob("step_*.pt"))
+    if not checkpoints:
         raise FileNotFoundError(f"no checkpoint in {folder}; expected step_*.pt: drop --resume")
-    state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(checkpoints[-1], map_location="cpu", weights_only=True)
     before, now = state["options"], options.training()
     changed = [
         f"{name} {before.get(name)!r} -> {value!r}"
@@ -54,7 +54,7 @@ def load(folder: Path, options: Options) -> dict[str, Any]:
     ]
     if changed:
         raise ValueError(
-            f"{found[-1]} is of a run with other flags ({', '.join(changed)}); expected the same: "
+            f"{checkpoints[-1]} is of a run with other flags ({', '.join(changed)}); expected the same: "
             "give those, or start anew without --resume"
         )
     return state

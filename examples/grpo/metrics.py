@@ -27,8 +27,8 @@ class Log:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = folder / "metrics.jsonl"
-        kept = [m for m in read(folder) if m["step"] < start] if start else []
-        self._lines.write_text("".join(json.dumps(m) + "\n" for m in kept))
+        earlier = [m for m in read(folder) if m["step"] < start] if start else []
+        self._lines.write_text("".join(json.dumps(m) + "\n" for m in earlier))
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
 
     def steps(self, start: int, stop: int) -> Iterator[int]:

@@ -108,8 +108,8 @@ def parse(arguments: list[str] | None = None) -> Options:
         else:
             kind = type(entry.default) if entry.name != "output" else Path
             parser.add_argument(flag, type=kind, default=entry.default, help=text)
-    given = parser.parse_args(arguments)
+    values = parser.parse_args(arguments)
     try:
-        return Options(**vars(given))
+        return Options(**vars(values))
     except ValueError as error:
         parser.error(str(error))

@@ -49,7 +49,7 @@ def pack(fields: Mapping[str, Tensor], lengths: Tensor, prompt_ids: Tensor, mult
     width = fields["tokens"].shape[1]
     padded = -(-lengths // multiple) * multiple
     position = torch.arange(width, device=lengths.device).expand(len(lengths), -1)
-    kept = position < padded.unsqueeze(1)
+    in_pack = position < padded.unsqueeze(1)
     real = position < lengths.unsqueeze(1)
     tokens = fields["tokens"].where(real, IGNORED)
     rows = {
@@ -58,7 +58,7 @@ def pack(fields: Mapping[str, Tensor], lengths: Tensor, prompt_ids: Tensor, mult
         "labels": tokens.roll(-1, dims=1),
         "position_ids": position,
     }
-    flat = {name: value[kept].unsqueeze(0) for name, value in rows.items()}
+    flat = {name: value[in_pack].unsqueeze(0) for name, value in rows.items()}
     return {
         **flat,
         "cu_seqlens": _offsets(lengths),

@@ -66,9 +66,9 @@ def group_advantages(rewards: Tensor, answers: int) -> Tensor:
 def examples(number: int, largest: int, seed: int) -> list[tuple[list[int], list[int]]]:
     """Prompts with right answers for the warm-up, after detours of any length that mean nothing."""
     draw = random.Random(seed)
-    found = []
+    pairs = []
     for _ in range(number):
         left, right = draw.randint(0, largest), draw.randint(0, largest)
         detour = "".join(draw.choice(TEXT[:-1]) for _ in range(draw.randrange(6)))
-        found.append((encode(f"{left}+{right}"), [*encode(f"{detour}={left + right}"), END]))
-    return found
+        pairs.append((encode(f"{left}+{right}"), [*encode(f"{detour}={left + right}"), END]))
+    return pairs

@@ -168,9 +168,9 @@ def test_a_file_has_a_line_for_each_mode_and_sample(capsys, tmp_path):
     assert [line["mode"] for line in lines] == [mode for mode in as_json for _ in LENGTHS]
     assert [line["prompt"] for line in lines[:3]] == ["a", "a", "b"]
     for mode, row in as_json.items():
-        own = [line for line in lines if line["mode"] == mode]
+        of_mode = [line for line in lines if line["mode"] == mode]
         for name in ("share", "weight_per_token", "relative_to_token_mean"):
-            assert [float(line[name]) for line in own] == row[name]
+            assert [float(line[name]) for line in of_mode] == row[name]
 
 
 def test_a_file_has_a_line_for_each_run_and_sample(capsys, tmp_path):
