@@ -56,6 +56,9 @@ SEARCHES = {
     "hang": "troubleshooting",
     "no effect": "flags",
     "LossHook": "custom_loop",
+    "Slurm": "start",
+    "--chats": "flags",
+    "--sft": "flags",
     "HostError": "api",
 }
 
