@@ -21,7 +21,8 @@ from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.microbatch import Microbatch, ids_from
 
 FLAG = "--loss-aggregation-sft-prompt-field"
-_KEY = "prompt_ids"
+_KEY = "prompt_id_of_token"
+"""No key of samples, so that `with_ids` does not take the first tokens' ids for those of samples."""
 
 
 def check_flag(args: Any, batch_function: str | None) -> None:
@@ -89,9 +90,9 @@ def read_conversations(batch: Any) -> Microbatch:
         raise DataError(
             f"{FLAG} needs batches of Megatron's SFTDataset that keep their {_KEY!r}, got "
             f"{sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use Megatron's "
-            "own --sft data and loader, or drop the flag."
+            "own --sft data and loader, without --sequence-packing-scheduler, or drop the flag."
         )
-    microbatch = read_batch({key: x for key, x in batch.items() if key != _KEY})
+    microbatch = read_batch(batch)
     ids_T = batch[_KEY].reshape(-1)
     starts = microbatch.sample_starts
     if starts is None:

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.launch.install import hook_from_args
+from megatron_loss_agg.launch.sft import read_conversations
 from tests.distributed import RankFailed
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.refusals import assert_says
@@ -183,6 +185,14 @@ def test_a_line_whose_ids_do_not_fit_is_named(tmp_path: Path) -> None:
     for error, says in zip(errors, BAD.values(), strict=True):
         says = says.replace("CHATS", str(tmp_path / "chats.jsonl")).replace("FLAG", FLAG)
         assert_says(error, f"DataError: {says}")
+
+
+def test_packs_that_a_scheduler_made_are_refused() -> None:
+    """It drops the ids of tokens."""
+    pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
+    for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
+        says = "keep their 'prompt_id_of_token', got ['cu_seqlens' ... without --sequence-packing-scheduler"
+        assert_says(error_of(read_conversations, batch), f"DataError: {FLAG} needs ... {says}, or drop")
 
 
 def test_the_flag_needs_megatrons_own_data() -> None:
