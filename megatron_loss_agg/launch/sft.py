@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.microbatch import Microbatch, ids_from
 
@@ -44,8 +44,14 @@ def with_prompt_ids(
     """``item``, number ``index`` of Megatron's ``SFTDataset``, with the prompt id of each token.
 
     Raises:
+        HostError: this Megatron makes no packs.
         DataError: the line lacks the field, or its value does not fit the conversations.
     """
+    if "cu_seqlens" not in item:
+        raise HostError(
+            f"{FLAG} needs packs, which Megatron-LM 0.16 and later make of lines of --sft, got a row. "
+            "Update it, or give prompt_ids in the batches and remove the flag."
+        )
     number = int(dataset.indices[index % len(dataset.indices)])
     place = f"line {number + 1} of {dataset.dataset_path}"
     line = dataset.dataset.dataset[number]
