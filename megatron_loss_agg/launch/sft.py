@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.microbatch import Microbatch, ids_from
 
 FLAG = "--loss-aggregation-sft-prompt-field"
-_KEY = "prompt_ids"
+_KEY = "prompt_id_of_token"
+"""No key of samples, so that `with_ids` does not take the first tokens' ids for those of samples."""
 
 
 def check_flag(args: Any, batch_function: str | None) -> None:
@@ -43,8 +44,14 @@ def with_prompt_ids(
     """``item``, number ``index`` of Megatron's ``SFTDataset``, with the prompt id of each token.
 
     Raises:
+        HostError: this Megatron makes no packs.
         DataError: the line lacks the field, or its value does not fit the conversations.
     """
+    if "cu_seqlens" not in item:
+        raise HostError(
+            f"{FLAG} needs packs, which Megatron-LM 0.16 and later make of lines of --sft, got a row. "
+            "Update it, or give prompt_ids in the batches and remove the flag."
+        )
     number = int(dataset.indices[index % len(dataset.indices)])
     where = f"line {number + 1} of {dataset.dataset_path}"
     line = dataset.dataset.dataset[number]
@@ -89,9 +96,9 @@ def read_conversations(batch: Any) -> Microbatch:
         raise DataError(
             f"{FLAG} needs batches of Megatron's SFTDataset that keep their {_KEY!r}, got "
             f"{sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use Megatron's "
-            "own --sft data and loader, or drop the flag."
+            "own --sft data and loader, without --sequence-packing-scheduler, or drop the flag."
         )
-    microbatch = read_batch({key: x for key, x in batch.items() if key != _KEY})
+    microbatch = read_batch(batch)
     ids_T = batch[_KEY].reshape(-1)
     starts = microbatch.sample_starts
     if starts is None:

@@ -198,6 +198,16 @@ def test_each_data_set_is_reduced_alone() -> None:
             assert found == pytest.approx(wanted[case], rel=EXACT, abs=0, nan_ok=True), case
 
 
+def test_a_data_set_without_weight_has_the_mean_over_its_tokens_alone() -> None:
+    options = {"sample_weights": "count", "dataset_weights": {0: 1.0, 3: 0.0, 5: 1.0, 12: 2.0}}
+    case = dataclasses.replace(by_dataset("sample_mean"), options=options)
+    wanted = values("sample_mean", [case.places]) | {"sample_mean loss of dataset 3": math.nan}
+    ignored = reference().gradient(weights_of("sample_mean", case.places))
+    for _, reports in run(TOPOLOGIES["dp2"], [case], [ignored])[case]:
+        found = {key: x for key, x in reports.items() if " of dataset " in key}
+        assert found == pytest.approx(wanted, rel=EXACT, nan_ok=True)
+
+
 def test_data_sets_are_those_of_the_step_on_every_stage_and_tensor_parallel_rank() -> None:
     case = by_dataset("sample_mean", places=PLACES[1])
     ranks = [reports for _, reports in run(TOPOLOGIES["pp2-tp2-sp"], [case])[case] if reports]

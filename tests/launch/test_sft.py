@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.launch.install import hook_from_args
+from megatron_loss_agg.launch.sft import read_conversations, with_prompt_ids
 from tests.distributed import RankFailed
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.refusals import assert_says
@@ -160,8 +162,6 @@ def told_of(folder: Path) -> list[str | None]:
     """The errors of reading packs of two conversations."""
     from megatron.core.tokenizers import MegatronTokenizer
 
-    from megatron_loss_agg.launch.sft import with_prompt_ids
-
     stand_in_for_libraries()
     tokenizer = MegatronTokenizer.from_pretrained(
         "none", metadata_path={"library": "sft"}, prompt_format="nemotron-h-aligned"
@@ -183,6 +183,19 @@ def test_a_line_whose_ids_do_not_fit_is_named(tmp_path: Path) -> None:
     for error, says in zip(errors, BAD.values(), strict=True):
         says = says.replace("CHATS", str(tmp_path / "chats.jsonl")).replace("FLAG", FLAG)
         assert_says(error, f"DataError: {says}")
+
+
+def test_packs_that_a_scheduler_made_are_refused() -> None:
+    """It drops the ids of tokens."""
+    pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
+    for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
+        says = "keep their 'prompt_id_of_token', got ['cu_seqlens' ... without --sequence-packing-scheduler"
+        assert_says(error_of(read_conversations, batch), f"DataError: {FLAG} needs ... {says}, or drop")
+
+
+def test_rows_of_earlier_megatrons_are_refused() -> None:
+    says = f"HostError: {FLAG} needs packs, which Megatron-LM 0.16 and later ... Update it, or"
+    assert_says(error_of(with_prompt_ids, {"tokens": torch.zeros(8)}, None, 0, "id"), says)
 
 
 def test_the_flag_needs_megatrons_own_data() -> None:

@@ -59,7 +59,8 @@ class _Reported:
         denominator: float,
     ) -> Tensor:
         """[2]: this rank's part of the mean ``sum part / divisor`` of a data set."""
-        if d in self.without_mean:
+        has_no_weight = divisor == 0 and call.trains  # an evaluation has more calls
+        if has_no_weight or d in self.without_mean:
             return part.new_full((2,), math.nan)
         return report_pair(call, plan, part / (divisor or 1.0), denominator)
 
