@@ -189,8 +189,9 @@ def test_packs_that_a_scheduler_made_are_refused() -> None:
     """It drops the ids of tokens."""
     pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
     for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
-        says = "keep their 'prompt_id_of_token', got ['cu_seqlens' ... without --sequence-packing-scheduler"
-        assert_says(error_of(read_conversations, batch), f"DataError: {FLAG} needs ... {says}, or drop")
+        keys = "keep their 'prompt_id_of_token', got ['cu_seqlens'"
+        says = f"{FLAG} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
+        assert_says(error_of(read_conversations, batch), f"DataError: {says}")
 
 
 def test_rows_of_earlier_megatrons_are_refused() -> None:
