@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout, Microbatch
-from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
+from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch, with_ids
 from megatron_loss_agg.mcore.batches import dealt_batches
 from tests.host import gpt, gradients
 from tests.host.cases import mean_of_means
@@ -534,3 +534,12 @@ def test_what_is_not_exact_is_refused_on_every_rank() -> None:
             name, _, text = words.partition(": ")
             assert error is not None
             assert (error.startswith(name) and text in error) or "PeerError" in error, error
+
+
+def test_packs_without_the_numbers_of_their_samples_take_no_ids(monkeypatch: Any) -> None:
+    """As Megatron's main branch makes them."""
+    for name in ("get_batch_and_global_seqlens", "build_packed_microbatches"):
+        monkeypatch.setattr(data_schedule, name, lambda grouped_samples, dev: None, raising=False)
+    error = str(error_of(with_ids(print), None, None, 1))
+    assert error.startswith("HostError: Megatron's data_schedule must have")
+    assert "(samples, sample_id_groups, ...) for ids in packs, got others. Drop with_ids" in error

@@ -9,6 +9,7 @@ the packs under the same numbers.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from megatron_loss_agg.mcore.call import replaced
 
 _DRAW, _PACK = "get_batch_and_global_seqlens", "build_packed_microbatches"
 """Megatron's functions in `megatron.core.datasets.data_schedule`."""
+_DEALT = "sample_id_groups"
+"""The parameter of `_PACK` with the numbers of each microbatch's samples, by rank."""
 
 
 def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,12 +45,12 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.core.datasets import data_schedule
 
-        if missing := [x for x in (_DRAW, _PACK) if not hasattr(data_schedule, x)]:
+        draw, pack = (getattr(data_schedule, name, None) for name in (_DRAW, _PACK))
+        if draw is None or pack is None or _DEALT not in inspect.signature(pack).parameters:
             raise HostError(
-                f"Megatron's data_schedule must have {' and '.join(missing)} for ids in packs, got "
-                "none. Drop with_ids, and choose a mode without ids."
+                f"Megatron's data_schedule must have {_DRAW} and {_PACK}(samples, {_DEALT}, ...) for "
+                "ids in packs, got others. Drop with_ids, and choose a mode without ids."
             )
-        draw, pack = getattr(data_schedule, _DRAW), getattr(data_schedule, _PACK)
         ids: dict[str, Tensor] = {}  # by key: of all ranks' samples, by the scheduler's numbers
 
         def draw_with_ids(iterator: Iterator[Any], number: int, dp_group: Any) -> Any:
