@@ -248,9 +248,12 @@ class Plugin:
         self, get_item: Callable[..., Any], dataset: Any, index: int
     ) -> Mapping[str, Any]:
         """Returns a pack of Megatron's SFT data, with prompt ids if the flags name their field."""
-        item = get_item(dataset, index)
-        field = getattr(megatron_args(), "loss_aggregation_sft_prompt_field", None)
-        return item if field is None else sft.with_prompt_ids(item, dataset, index, field)
+        item, args = get_item(dataset, index), megatron_args()
+        field = getattr(args, "loss_aggregation_sft_prompt_field", None)
+        evaluates = getattr(args, "loss_aggregation_evaluation", None) != "megatron"
+        if field is None or not (evaluates or dataset.index_split.name == "train"):
+            return item
+        return sft.with_prompt_ids(item, dataset, index, field)
 
     def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
         parser = self._prepare_parser(add_megatron_arguments(parser))

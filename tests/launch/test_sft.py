@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.launch import install
 from megatron_loss_agg.launch.install import hook_from_args
 from megatron_loss_agg.launch.sft import read_conversations, with_prompt_ids
 from tests.distributed import RankFailed
@@ -197,6 +199,23 @@ def test_packs_that_a_scheduler_made_are_refused() -> None:
 def test_rows_of_earlier_megatrons_are_refused() -> None:
     says = f"HostError: {FLAG} needs packs, which Megatron-LM 0.16 and later ... Update it, or"
     assert_says(error_of(with_prompt_ids, {"tokens": torch.zeros(8)}, None, 0, "id"), says)
+
+
+def test_validation_lines_need_no_field_where_megatron_evaluates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = {"loss_aggregation_sft_prompt_field": "id", "loss_aggregation_evaluation": "megatron"}
+    item = {"tokens": torch.zeros(8)}
+
+    def read(split: str) -> Any:
+        dataset = SimpleNamespace(index_split=SimpleNamespace(name=split))
+        return install.Plugin.read_pack(None, lambda *_: item, dataset, 0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(install, "megatron_args", lambda: argparse.Namespace(**flags))
+    assert read("valid") is item
+    assert "HostError" in str(error_of(read, "train"))  # it looks for the field
+    del flags["loss_aggregation_evaluation"]
+    assert "HostError" in str(error_of(read, "valid"))
 
 
 def test_the_flag_needs_megatrons_own_data() -> None:
