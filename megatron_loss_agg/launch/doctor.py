@@ -217,6 +217,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
         text = f"{loss}; Megatron has no {', '.join(unknown)}: right only if the script adds them"
         return Finding("WARN", "flags", text)
     units = units_by_id(hook.terms).union(*(agg.by_id for agg in hook.also))
+    if flags.hook_options(args)["sft_prompt_field"]:
+        units.discard("prompt")  # read from the data's lines
     ids = " and ".join(f"{unit}_ids" for unit in sorted(units))
     needs = f"; the batches must have {ids}" if ids else ""
     return Finding("OK", "flags", f"{loss}; no other flag conflicts with it{needs}")

@@ -132,6 +132,9 @@ DOCTOR = {
         "OK: sum; w_t = m_t; also rollout_mean; no other flag conflicts with it; "
         "the batches must have rollout_ids"
     ),
+    f"--sft {MODE} @-sft-prompt-field question_id": (
+        "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it"
+    ),
     f"nosuch.py {MODE}": "FAIL: SCRIPT must be a file, got 'nosuch.py'. Give a training script",
     "--num-layers 2": "WARN: without @ the plugin does nothing. Add @ MODE.",
     f"--my-own-flag {MODE}": (
