@@ -158,11 +158,13 @@ def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> N
     names = [line.split()[1] for line in checks]
     assert names[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "launcher"]
     assert checks[4].endswith("Megatron's schedules and optimizers, and of megatron.training")
-    for found, says in zip(others, DOCTOR.values(), strict=True):
+    for found, (script_flags, says) in zip(others, DOCTOR.items(), strict=True):
         report = json.loads(found.said)
         (last,) = (finding for finding in report["findings"] if finding["check"] == "flags")
         assert_says(f"{last['level']}: {last['text']}", says.replace("@", FLAG))
         assert report["ok"] == (not says.startswith("FAIL")) == (found.code == 0)
+        if "-sft-prompt-field" in script_flags:
+            assert "the batches must have" not in last["text"]
 
 
 def test_a_framework_that_is_not_there_is_named() -> None:
