@@ -365,6 +365,13 @@ def is_preset(name: object) -> bool:
     return isinstance(name, str) and ("/" in name or name in SYSTEMS)
 
 
+def takes_divisor(name: str) -> bool:
+    """Whether the mode or the preset of this name takes a divisor."""
+    if name in PRESETS:
+        return PRESETS[name].needs_divisor
+    return name in MODES and MODES[name].divisor != "refused"
+
+
 def aggregation_named(name: str, **options: Any) -> LossAggregation:
     """The mode or the preset of this name, with options of its own."""
     return (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, MODES, LossAggregation, is_preset
+from megatron_loss_agg.aggregation import BY_ID, MODES, LossAggregation, is_preset, takes_divisor
 from megatron_loss_agg.describe import formula
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.samples import LISTS, Sample
@@ -101,13 +101,12 @@ def _aggregation(
     name: str, divisor: float | None, empty: str | None, levels: str | None
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
+    divisor = divisor if takes_divisor(name) else None
     if is_preset(name):
-        takes_divisor = _needs_divisor(name)
-        return LossAggregation.preset(name, divisor=divisor if takes_divisor else None, empty=empty)
-    takes_divisor = name in MODES and MODES[name].divisor != "refused"
+        return LossAggregation.preset(name, divisor=divisor, empty=empty)
     return LossAggregation(
         mode=name,
-        divisor=divisor if takes_divisor else None,
+        divisor=divisor,
         levels=levels if name == "nested_mean" else None,
         empty=empty or "count",
     )

@@ -12,9 +12,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_loss_agg.aggregation import MODES, LossAggregation, aggregation_named, is_preset
+from megatron_loss_agg.aggregation import (
+    MODES,
+    LossAggregation,
+    aggregation_named,
+    is_preset,
+    takes_divisor,
+)
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.presets import PRESETS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -127,7 +132,13 @@ _OPTIONS = {
     ),
 }
 _OF_AGGREGATION = (
-    *("divisor", "levels", "empty", "rejected", "sample_weights", "dataset_weights", "function"),
+    "divisor",
+    "levels",
+    "empty",
+    "rejected",
+    "sample_weights",
+    "dataset_weights",
+    "function",
 )
 """The flags of the aggregation; the others set up the hook."""
 
@@ -252,9 +263,7 @@ def _modes_beside(args: argparse.Namespace) -> list[str]:
 def _takes(mode: str, name: str) -> bool:
     """Whether ``mode``, or the preset, takes the option ``name`` of an aggregation."""
     if name == "divisor":
-        if mode in PRESETS:
-            return PRESETS[mode].needs_divisor
-        return mode in MODES and MODES[mode].divisor != "refused"
+        return takes_divisor(mode)
     return mode == _ITS_MODE.get(name, mode)
 
 
