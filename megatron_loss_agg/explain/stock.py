@@ -79,17 +79,14 @@ def main(argv: Sequence[str], read: Read) -> int:
             f"{run.global_batch_size} rows. Read more rows (--samples)."
         )
     runs = [
-        Run(f"this run{_ranks_in_words(run)}", run, tokens.rank_C),
-        Run(f"with {against}", other, tokens.other_rank_C),
+        Run.of(f"this run{_ranks_in_words(run)}", tokens, run, tokens.rank_C),
+        Run.of(f"with {against}", tokens, other, tokens.other_rank_C),
     ]
-    if is_split and run.context_parallel_size > 1 and other.context_parallel_size > 1:
+    if run.context_parallel_size > 1 and other.context_parallel_size > 1:
         whole = run._replace(context_parallel_size=1)
         name = "with --context-parallel-size 1"
-        runs.append(Run(name, whole, torch.zeros_like(tokens.rank_C)))
-    weights = {
-        "stock": stock_weights(tokens, run, tokens.rank_C),
-        against: stock_weights(tokens, other, tokens.other_rank_C),
-    }
+        runs.append(Run.of(name, tokens, whole, torch.zeros_like(tokens.rank_C)))
+    weights = {"stock": runs[0].weight_SC, against: runs[1].weight_SC}
     step, samples, shown = _first_step(tokens)
     if args.plot is not None:
         of_stock = [_mean_of_samples(tokens, x_SC, step) for x_SC in weights.values()]
@@ -177,12 +174,18 @@ class BatchFlags(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of stock Megatron whose weights are added up."""
+    """A run of stock Megatron, and its weights."""
 
     name: str
     flags: BatchFlags
     rank_C: Tensor
     """int64: the context-parallel rank of each cell."""
+    weight_SC: Tensor
+    """Of `stock_weights`."""
+
+    @classmethod
+    def of(cls, name: str, tokens: LossTokens, flags: BatchFlags, rank_C: Tensor) -> Run:
+        return cls(name, flags, rank_C, stock_weights(tokens, flags, rank_C))
 
 
 @dataclass(frozen=True)
@@ -413,9 +416,7 @@ def _sum_in_words(total: str) -> list[str]:
 
 def _by_run(tokens: LossTokens, runs: Sequence[Run]) -> dict[str, list[str]]:
     """Columns: of each run, the sum of its weights in the mean over steps, and empty parts."""
-    sums = [
-        sums_of_weights(tokens, stock_weights(tokens, run.flags, run.rank_C)).mean() for run in runs
-    ]
+    sums = [sums_of_weights(tokens, run.weight_SC).mean() for run in runs]
     return {
         "sum of weights": [f"{float(total):.2f}" for total in sums],
         "empty parts": [f"{100 * _empty_parts(tokens, run):.1f} %" for run in runs],
