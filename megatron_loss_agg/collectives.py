@@ -79,9 +79,10 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     return bool(all_gather(torch.tensor([int(flag)]), group).any())
 
 
+@contextlib.contextmanager
 def failing_together(
     groups: Iterable[dist.ProcessGroup], message: str, when: bool = True
-) -> contextlib.AbstractContextManager[None]:
+) -> Iterator[None]:
     """Raise PeerError with ``message`` if the body failed only on other ranks of ``groups``.
 
     All of their ranks must enter. A failure spreads along the groups in this order.
@@ -89,11 +90,9 @@ def failing_together(
     Args:
         when: False, on all ranks alike: none waits for the others, and an error stays on its rank.
     """
-    return _failing_together(groups, message) if when else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _failing_together(groups: Iterable[dist.ProcessGroup], message: str) -> Iterator[None]:
+    if not when:
+        yield
+        return
     failed = True
     try:
         yield

@@ -238,10 +238,8 @@ def _check_holders(
         index_M: the row of the first rank that holds it; < 0 if that rank does not.
     """
     of_ranks = torch.unique(torch.stack([key_M, rank_M], dim=1), dim=0)
-    ranks_K, times_K = (
-        torch.bincount(of_ranks[:, 0]),
-        torch.bincount(key_M),
-    )  # its ranks; how often it is given
+    ranks_K = torch.bincount(of_ranks[:, 0])  # that give the microbatch
+    times_K = torch.bincount(key_M)  # that it is given, on all of them together
     is_wrong_M = (ranks_K != times_K)[key_M] | (ranks_K[key_M] != everything.holders)
     is_wrong_M |= (index_M < 0) | (sizes_M != sizes_M[index_M])
     if bool(is_wrong_M.any()):

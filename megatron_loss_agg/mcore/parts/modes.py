@@ -76,7 +76,6 @@ class ModeReports(Extension):
         reported = [agg for agg in self._aggregations if _has_ids(plan, agg)]
         if call.trains and len(reported) < len(self._aggregations):
             raise _missing_ids(plan, self._aggregations)
-
         return replanned(call, plan, reported)
 
     @torch.no_grad()
