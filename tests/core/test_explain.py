@@ -19,7 +19,7 @@ from megatron_loss_agg.describe import formula  # as doctor prints it, before a 
 from megatron_loss_agg.explain import samples
 from megatron_loss_agg.explain.samples import LISTS as UNIT_OF
 
-GUIDE = (Path(__file__).parents[2] / "docs/flags.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs/explain.md").read_text(encoding="utf-8")
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
 # rollout, one data set and one microbatch.
 LENGTHS = (10, 1000, 40)
