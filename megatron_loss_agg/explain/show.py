@@ -36,7 +36,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 # Further curves of one mode, such as presets.
 _FURTHER_LINES = ("--", ":", "-.")
-_FURTHER_POINTS = ({"marker": "x", "color": "#009E73"}, {"marker": "+"}, {"marker": "*"})
+_FURTHER_POINTS = ("x", "+", "*")
 _LONGEST = 45
 """Characters of a name in a legend of two columns."""
 _MOST_ROWS = 20
@@ -291,7 +291,7 @@ def _styles(shown: Mapping[str, Shares]) -> dict[str, dict[str, Any]]:
         if k >= 0 and is_line:
             style["linestyle"] = _FURTHER_LINES[k % len(_FURTHER_LINES)]
         elif k >= 0:
-            style.update(_FURTHER_POINTS[k % len(_FURTHER_POINTS)])
+            style["marker"] = _FURTHER_POINTS[k % len(_FURTHER_POINTS)]
         style["markersize"] *= min(1.0, max(0.4, 5 / math.sqrt(len(shares.tokens))))
         styles[name] = style
     return styles

@@ -90,7 +90,8 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
     gpus = torch.cuda.device_count()
-    text = f"{torch.__version__} sees {gpus or 'no'} GPU" + ("" if gpus else ". Give --cpu.")
+    advice = "" if gpus else ". Put --cpu before the script."
+    text = f"{torch.__version__} sees {gpus or 'no'} GPU{advice}"
     yield Finding("OK" if gpus else "WARN", "torch", text)
     core = _imported("megatron.core")
     training = _imported("megatron.training")
