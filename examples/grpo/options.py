@@ -12,9 +12,9 @@ from megatron_loss_agg import aggregation
 
 # Those that need no more than the prompts' ids and a divisor.
 MODES = [
-    mode
-    for mode in aggregation.MODES
-    if mode not in ("rollout_mean", "dataset_mean", "nested_mean", "custom")
+    name
+    for name, mode in aggregation.MODES.items()
+    if name not in ("nested_mean", "custom") and not {"rollout", "dataset"} & {*mode.path}
 ]
 
 _LEAST = {

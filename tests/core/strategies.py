@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests import oracle
 from tests.core.meaning import F64, LAYOUTS, MODES, UNITS, lay
 from tests.oracle import Sample
 
@@ -91,7 +92,7 @@ def aggregations(draw: st.DrawFn, weighted: bool) -> dict[str, Any]:
     chosen = {name: draw(st.sampled_from(["count", "skip"])) for name in choices}
     if mode == "constant" or (mode == "sum" and draw(st.booleans())):
         chosen["divisor"] = draw(st.sampled_from([1, 4, 0.5, 1e-30, 3e30, Fraction(1, 3)]))
-    if mode not in ("token_mean", "nested_mean", "sum", "microbatch_mean"):
+    if oracle.OUTER.get(mode) in ("sample", *UNITS):
         chosen["count"] = draw(st.sampled_from([None, "sample", *UNITS]))
     if mode == "nested_mean":
         chosen["levels"] = draw(st.sampled_from(PATHS))

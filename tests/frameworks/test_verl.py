@@ -4,7 +4,8 @@ verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini-
 nested tensors, the forward pass with context parallelism, losses, and what the loss function
 returns to Megatron. Stood in for are the objects that its constructors build from a checkpoint:
 the model comes from `tests.host.gpt`, and the optimizer only keeps the gradient. And where
-Megatron-Core lacks what verl's dynamic context parallelism calls, its groups come from a table.
+Megatron-Core lacks what verl's dynamic context parallelism calls, its groups come from a table. With
+`megatron/` of Megatron-LM's branch dev first on PYTHONPATH, `-k "dynamic or dealt"` takes its own.
 """
 
 from __future__ import annotations
