@@ -129,6 +129,7 @@ class StepCounts(NamedTuple):
     positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
     all_samples: int
+    rejected_samples: int
     samples: int  # that count, as are the groups
     rollouts: int | None  # None: some microbatch has no ids
     prompts: int | None
@@ -366,6 +367,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         positions=int(samples.positions.sum()),
         microbatches=samples.microbatches,
         all_samples=len(samples.mask_sum),
+        rejected_samples=int(samples.rejected.sum()),
         samples=number("sample") or 0,
         rollouts=number("rollout"),
         prompts=number("prompt"),

@@ -96,10 +96,15 @@ def counts_in_words(counts: StepCounts, kind: str = "") -> str:
     ):
         if number is not None:
             words.append(number_of(number, name))
-    tokens = f"{counts.tokens:.10g} tokens"
-    if counts.active_tokens not in (None, counts.tokens):
-        tokens = f"{counts.active_tokens} tokens whose masks sum to {counts.tokens:.10g}"
-    return ", ".join([*words, tokens])
+    are_left_out = counts.samples < counts.all_samples
+    words.append(f"{counts.tokens:.10g} tokens")
+    if counts.active_tokens not in (None, counts.all_tokens):
+        active = "" if are_left_out else f"{counts.active_tokens} "
+        words[-1] = f"{active}tokens whose masks sum to {counts.tokens:.10g}"
+    if counts.rejected_samples:
+        rejected = number_of(counts.rejected_samples, "rejected sample")
+        words.append(f"{rejected} {'left out' if are_left_out else 'included'}")
+    return ", ".join(words)
 
 
 def aggregation_in_words(agg: LossAggregation) -> str:

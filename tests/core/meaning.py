@@ -321,6 +321,7 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
     assert_same(counts.accepted_tokens, sum(sum(s.mask) for s, gone in of_all if not gone), 1e-13)
     assert plan.is_empty == (not any(any(s.mask) for s, gone in of_all if not gone))
     assert counts.samples == oracle.number_of(of_step, "sample")
+    assert counts.rejected_samples == sum(gone for _, gone in of_all)
     assert counts.microbatches == len(reads)
     for unit in UNITS:
         with_ids = all(unit in m.units for m in reads)

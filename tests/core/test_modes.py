@@ -12,6 +12,7 @@ import torch
 
 from megatron_loss_agg import Microbatch, StepPlan, Term, token_weights
 from megatron_loss_agg.counting import Samples
+from megatron_loss_agg.describe import counts_in_words
 from tests.core.meaning import (
     F64,
     MODES,
@@ -235,6 +236,26 @@ def test_fill_rows_beside_rows_that_are_empty_are_left_out_as_rejected_ones():
 SUMS = [2.0, 3.0, 1.5]
 FORMS: list[Any] = [SUMS, (*SUMS,), torch.tensor(SUMS), torch.tensor(SUMS).numpy()]
 FORMS += [[torch.tensor(x) for x in SUMS]]
+
+
+# Two samples of 3 and 2 tokens, the second of which may be rejected; by mask and by `rejected=`.
+COUNTS_IN_WORDS = {
+    (1.0, None): "2 samples, 5 tokens",
+    (0.5, None): "2 samples, 5 tokens whose masks sum to 2.5",
+    (1.0, "count"): "2 samples, 5 tokens, 1 rejected sample included",
+    (0.5, "count"): "2 samples, 5 tokens whose masks sum to 2.5, 1 rejected sample included",
+    (1.0, "skip"): "1 sample, 3 tokens, 1 rejected sample left out",
+    (0.5, "skip"): "1 sample, tokens whose masks sum to 1.5, 1 rejected sample left out",
+}
+
+
+@pytest.mark.parametrize(("active", "rejected"), COUNTS_IN_WORDS)
+def test_the_log_says_what_was_counted(active, rejected):
+    agg = aggregation("sample_mean", rejected=rejected)
+    marked = None if rejected is None else torch.tensor([False, True])
+    mask = active * torch.tensor([[1.0, 1, 1], [1, 1, 0]])
+    plan = StepPlan.build(agg, [Microbatch(mask, rejected=marked)])
+    assert counts_in_words(plan.counts) == COUNTS_IN_WORDS[active, rejected]
 
 
 @pytest.mark.parametrize("ids", [["p", "q", "p"], torch.tensor([0, 1, 0]), [-7, 2**62, -7]])

@@ -114,6 +114,13 @@ def of_bridge(batch: Batch) -> Batch:
     }
 
 
+def short_chat() -> Batch:
+    """Alone in a long row, as Megatron's --sft makes it: of two ranks one has padding alone."""
+    batch = padded((12, TOKENS), padding=31)
+    starts, positions = batch.pop("cu_seqlens_padded"), torch.arange(TOKENS).view(1, -1)
+    return {**batch, "cu_seqlens": starts, "position_ids": positions}
+
+
 def telling() -> Batch:
     """A pack whose mask fits one split alone."""
     random = torch.rand(1, TOKENS, generator=torch.Generator().manual_seed(1))
@@ -123,6 +130,7 @@ def telling() -> Batch:
 PACK = pack()
 LONE_PACK = padded((TOKENS, TOKENS))
 LONE = padded((38, 40), padding=31)  # one sample, and padding behind it
+SHORT_CHAT = short_chat()
 PLACES_OF_32 = [padded((16, 32), (second, 32)) for second in (16, 12)]
 
 
@@ -151,6 +159,7 @@ def labels_as_losses(
     tokens: Callable[[Tensor], Tensor] = Tensor.int,  # another dtype than the batch's
     mask: Callable[[Tensor], Tensor] = Tensor.clone,
     pads: bool = False,
+    has_positions: bool = False,
 ) -> Any:
     """A forward step.
 
@@ -161,6 +170,7 @@ def labels_as_losses(
         part: the context-parallel rank whose part a rank takes.
         tokens, mask: what is made of those of the part.
         pads: what is no token of a sample becomes 0 before the split.
+        has_positions: those of the batch are split, too; or else the script makes some up.
     """
     batch = next(iterator)
     size = parallel_state.get_context_parallel_world_size()
@@ -175,7 +185,10 @@ def labels_as_losses(
     if pads:
         whole |= {k: batch[k] * (batch["loss_mask"] != 0) for k in ("labels", "tokens")}
     labels, own, own_mask = (layout.shard(whole[k]) for k in ("labels", "tokens", "loss_mask"))
-    output = model(tokens(own), gpt.positions_like(own), None)
+    positions = gpt.positions_like(own)
+    if has_positions:
+        positions = layout.shard(batch["position_ids"])
+    output = model(tokens(own), positions, None)
     losses = labels.double() + 0 * output.mean()
 
     def of_all(x: Tensor) -> Tensor:
@@ -279,6 +292,16 @@ VERIFIED = {
         )
     },
     "padding behind a sample, by default": steps("zigzag", LONE),
+    **{
+        f"a short chat, {split}, {kind}": steps(
+            split, SHORT_CHAT, declared=split, script={"has_positions": True, "kind": kind}
+        )
+        for split, kind in product(SPLITS, ("tokens", "gather"))
+    },
+    "a short chat after a pack, by default": steps(
+        "zigzag", PACK, SHORT_CHAT, script={"has_positions": True}
+    ),
+    "a short chat by default": steps("zigzag", SHORT_CHAT, script={"has_positions": True}),
     **{
         f"padding that the script changes, {split}, {i}": steps(
             split, batch, declared=split, script={"pads": True}

@@ -369,16 +369,29 @@ def _finding(
     call: Call, tokens: Mapping[int, WholeTokens], i: int, inputs: Sequence[Tensor] | None
 ) -> SplitFinding | None:
     """None where nothing can be compared."""
-    on_rank = [x.detach().cpu() for x in inputs or () if _tells_tokens_apart(x)]
-    if not on_rank or not tokens[i].inputs:
+    whole, on_rank = tokens[i], [x.detach().cpu() for x in inputs or ()]
+    if not whole.inputs:
         return None
-    splits = [split for split in SPLITS if _fits(call, tokens[i], on_rank, split)]
+    telling = [x for x in on_rank if _tells_tokens_apart(x) and not _are_positions(call, whole, x)]
+    # On a rank that only has padding all tokens are alike, as they are in its part of the batch.
+    splits = [split for split in SPLITS if _fits(call, whole, telling or on_rank, split)]
     if splits:
         return SplitFinding(splits, [])
+    if not telling:
+        return None
     others = [
-        j for j, x in tokens.items() if any(_fits(call, x, on_rank, split) for split in SPLITS)
+        j for j, x in tokens.items() if any(_fits(call, x, telling, split) for split in SPLITS)
     ]
     return SplitFinding([], others)
+
+
+def _are_positions(call: Call, whole: WholeTokens, on_rank: Tensor) -> bool:
+    """Whether these are this rank's part of the positions in each row, or in a pack."""
+    mask = torch.Size(whole.shape.mask)
+    positions = WholeTokens(
+        [torch.arange(mask[-1]).expand(mask)], whole.shape, torch.ones(mask, dtype=torch.bool)
+    )
+    return any(_fits(call, positions, [on_rank], split) for split in SPLITS)
 
 
 def _fits(call: Call, tokens: WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
