@@ -397,7 +397,7 @@ def _answer(
         aligned(sums, keys=len(sums), left=("run",)),
         "",
         f"Stock Megatron with {against}:",
-        f"{percent:.1f} % of the weight is on other tokens, with both sums scaled to 1,",
+        f"{percent:.1f} % of the weight moves to other tokens (both sums scaled to 1),",
         f"and a token's weight changes by a factor of up to {factor:.2f}.",
         f"Every mode of --loss-aggregation{exception}",
         "gives a token the same weight in both.",

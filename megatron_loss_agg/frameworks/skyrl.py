@@ -44,7 +44,9 @@ try:
     from skyrl.train.trainer import RayPPOTrainer
     from skyrl.train.utils.utils import initialize_ray, validate_cfg
 except ImportError as error:
-    raise HostError(f"SkyRL 0.2.0 or later must be installed, got: {error}. Install it.") from error
+    raise HostError(
+        f"SkyRL 0.2.0 or later must be installed, with all that it imports, got: {error}. Install it."
+    ) from error
 
 check_names(
     "SkyRL",

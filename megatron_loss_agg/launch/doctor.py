@@ -27,7 +27,7 @@ from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import units_by_id
 from megatron_loss_agg.describe import formula, terms_in_words
 from megatron_loss_agg.errors import AggregationError
-from megatron_loss_agg.launch import flags
+from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
 
 
@@ -117,7 +117,8 @@ def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
         return Finding(
             "FAIL", name, f"{_one_line(error)}. Install {name} whole, or another version."
         )
-    return Finding("OK", name, f"has the extension point of the adapter. Set\n{settings}")
+    text = f"has the extension point of the adapter. Set, with the mode that you want,\n{settings}"
+    return Finding("OK", name, text)
 
 
 def check_release(version: str, root: Path) -> Finding:
@@ -222,6 +223,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
         units.discard("prompt")  # read from the data's lines
     ids = " and ".join(f"{unit}_ids" for unit in sorted(units))
     needs = f"; the batches must have {ids}" if ids else ""
+    if "prompt" in units and getattr(args, "sft", False):
+        needs += f", as by {sft.FLAG} FIELD"
     return Finding("OK", "flags", f"{loss}; no other flag conflicts with it{needs}")
 
 

@@ -256,8 +256,8 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     if missing and microbatch.num_samples:
         raise DataError(
             f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
-            f"{_keys(batch)}. Add that key, or choose another mode or levels (--loss-aggregation, "
-            "--loss-aggregation-levels)."
+            f"{_keys(batch)}. Add that key (prompts of Megatron's --sft: --loss-aggregation-sft-prompt-"
+            "field), or choose another mode or levels (--loss-aggregation, --loss-aggregation-levels)."
         )
     return microbatch
 

@@ -388,7 +388,7 @@ def test_the_guide_shows_what_is_printed(capsys, tmp_path):
     for args in (step, ["--data", path, *RUN]):
         out = printed(capsys, *args)
         assert f"```text\n{out}```\n" in GUIDE
-    assert "25.0 % of the weight is on other" in out and "0.67 to 2.00 times" in out
+    assert "25.0 % of the weight moves to other" in out and "0.67 to 2.00 times" in out
 
 
 # Two steps of two rows on two context-parallel ranks, which hold the first and last quarter of a
@@ -441,7 +441,7 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
     assert "\n          0.50       50.0 %  this run\n" in out
     assert "\n          1.00        0.0 %  with --micro-batch-size 2\n" in out
     assert "token_mean: w_t = m_t / 4 in step 2\n" in out
-    assert "with --micro-batch-size 2:\n0.0 % of the weight is on other" in out
+    assert "with --micro-batch-size 2:\n0.0 % of the weight moves to other" in out
 
 
 def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path):

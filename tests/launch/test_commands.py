@@ -132,6 +132,10 @@ DOCTOR = {
         "OK: sum; w_t = m_t; also rollout_mean; no other flag conflicts with it; "
         "the batches must have rollout_ids"
     ),
+    f"--sft {MODE}": (
+        "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
+        "the batches must have prompt_ids, as by @-sft-prompt-field FIELD"
+    ),
     f"--sft {MODE} @-sft-prompt-field question_id": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it"
     ),

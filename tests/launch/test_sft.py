@@ -31,7 +31,7 @@ FLAG = "--loss-aggregation-sft-prompt-field"
 # its prompt. A conversation begins with one character of the system's.
 LINES: list[list[tuple[int, int, str]]] = [
     [(3, 4, "a"), (5, 9, "b")],
-    [(2, 12, "a")],
+    [(1, 4, "a")],  # alone it leaves the second of two context-parallel ranks with padding alone
     # Padded to multiples of 4 these are 20 and 12 tokens, so that the third is cut off.
     [(4, 13, "b"), (9, 2, "c"), (3, 3, "d")],
     [(6, 0, "e"), (1, 30, "c")],  # one without an answer, and one with the end cut off
@@ -39,6 +39,7 @@ LINES: list[list[tuple[int, int, str]]] = [
 NUMBERS = [5, 7, 5, -1]  # of the lines, if they have one prompt each
 WAYS = {
     "cp2": ("--context-parallel-size 2 --micro-batch-size 2", "prompts"),
+    "cp2, alone": ("--context-parallel-size 2 --micro-batch-size 1", "prompts"),
     "pp2": ("--pipeline-model-parallel-size 2 --micro-batch-size 1", "number"),
 }
 
