@@ -114,10 +114,11 @@ def of_bridge(batch: Batch) -> Batch:
     }
 
 
-def short_chat() -> Batch:
-    """Alone in a long row, as Megatron's --sft makes it: of two ranks one has padding alone."""
-    batch = padded((12, TOKENS), padding=31)
-    starts, positions = batch.pop("cu_seqlens_padded"), torch.arange(TOKENS).view(1, -1)
+def short_chats(number: int) -> Batch:
+    """Each alone in a long row, as Megatron's --sft has them: of two ranks one has padding alone."""
+    length = TOKENS // number
+    batch = padded(*[(length // 4 - 2, length)] * number, padding=31)
+    starts, positions = batch.pop("cu_seqlens_padded"), torch.arange(length).expand(number, -1)
     return {**batch, "cu_seqlens": starts, "position_ids": positions}
 
 
@@ -130,7 +131,7 @@ def telling() -> Batch:
 PACK = pack()
 LONE_PACK = padded((TOKENS, TOKENS))
 LONE = padded((38, 40), padding=31)  # one sample, and padding behind it
-SHORT_CHAT = short_chat()
+SHORT_CHATS = [short_chats(1), short_chats(2)]
 PLACES_OF_32 = [padded((16, 32), (second, 32)) for second in (16, 12)]
 
 
@@ -187,7 +188,7 @@ def labels_as_losses(
     labels, own, own_mask = (layout.shard(whole[k]) for k in ("labels", "tokens", "loss_mask"))
     positions = gpt.positions_like(own)
     if has_positions:
-        positions = layout.shard(batch["position_ids"])
+        positions = layout.shard(batch["position_ids"].reshape(batch["tokens"].shape))
     output = model(tokens(own), positions, None)
     losses = labels.double() + 0 * output.mean()
 
@@ -293,15 +294,18 @@ VERIFIED = {
     },
     "padding behind a sample, by default": steps("zigzag", LONE),
     **{
-        f"a short chat, {split}, {kind}": steps(
-            split, SHORT_CHAT, declared=split, script={"has_positions": True, "kind": kind}
+        f"{i + 1} short chats, {split}, {kind}": steps(
+            split, chats, declared=split, script={"has_positions": True, "kind": kind}
         )
+        for i, chats in enumerate(SHORT_CHATS)
         for split, kind in product(SPLITS, ("tokens", "gather"))
     },
-    "a short chat after a pack, by default": steps(
-        "zigzag", PACK, SHORT_CHAT, script={"has_positions": True}
-    ),
-    "a short chat by default": steps("zigzag", SHORT_CHAT, script={"has_positions": True}),
+    **{
+        f"{i + 1} short chats by default, after {len(before)} packs": steps(
+            "zigzag", *before, chats, script={"has_positions": True}
+        )
+        for (i, chats), before in product(enumerate(SHORT_CHATS), ((), (PACK,)))
+    },
     **{
         f"padding that the script changes, {split}, {i}": steps(
             split, batch, declared=split, script={"pads": True}

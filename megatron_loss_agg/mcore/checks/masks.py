@@ -370,28 +370,19 @@ def _finding(
 ) -> SplitFinding | None:
     """None where nothing can be compared."""
     whole, on_rank = tokens[i], [x.detach().cpu() for x in inputs or ()]
-    if not whole.inputs:
+    telling = [x for x in on_rank if _tells_tokens_apart(x)]
+    if not telling or not whole.inputs:
         return None
-    telling = [x for x in on_rank if _tells_tokens_apart(x) and not _are_positions(call, whole, x)]
-    # On a rank that only has padding all tokens are alike, as they are in its part of the batch.
-    splits = [split for split in SPLITS if _fits(call, whole, telling or on_rank, split)]
+    splits = [split for split in SPLITS if _fits(call, whole, telling, split)]
     if splits:
         return SplitFinding(splits, [])
-    if not telling:
+    # This rank has padding alone, which is all alike: what tells apart are its positions.
+    if any(_fits(call, whole, on_rank, split) for split in SPLITS):
         return None
     others = [
         j for j, x in tokens.items() if any(_fits(call, x, telling, split) for split in SPLITS)
     ]
     return SplitFinding([], others)
-
-
-def _are_positions(call: Call, whole: WholeTokens, on_rank: Tensor) -> bool:
-    """Whether these are this rank's part of the positions in each row, or in a pack."""
-    mask = torch.Size(whole.shape.mask)
-    positions = WholeTokens(
-        [torch.arange(mask[-1]).expand(mask)], whole.shape, torch.ones(mask, dtype=torch.bool)
-    )
-    return any(_fits(call, positions, [on_rank], split) for split in SPLITS)
 
 
 def _fits(call: Call, tokens: WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
