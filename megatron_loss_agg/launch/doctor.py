@@ -25,7 +25,7 @@ import torch
 
 from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import units_by_id
-from megatron_loss_agg.describe import formula, terms_in_words
+from megatron_loss_agg.describe import aggregation_in_words, formula, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
@@ -117,7 +117,12 @@ def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
         return Finding(
             "FAIL", name, f"{_one_line(error)}. Install {name} whole, or another version."
         )
-    text = f"has the extension point of the adapter. Set, with the mode that you want,\n{settings}"
+    agg = flags.aggregation_from_environment()
+    here = "not set" if agg is None else aggregation_in_words(agg)
+    text = (
+        f"has the extension point of the adapter; {flags.VARIABLE} is {here} here. Set, with the mode "
+        f"that you want,\n{settings}"
+    )
     return Finding("OK", name, text)
 
 

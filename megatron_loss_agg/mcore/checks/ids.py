@@ -11,7 +11,7 @@ from megatron_loss_agg.plan import StepPlan
 
 
 def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
-    """Warn if all microbatches of the step have the same ids, from 0 on, of prompts or rollouts.
+    """Warn if the ids of prompts or rollouts are 0, 1, 2 and so on in every microbatch of the step.
 
     A step may be so, such as one with a sample of every prompt in each microbatch.
 
@@ -22,13 +22,13 @@ def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
     for unit in samples_by_unit.keys() & {"prompt", "rollout"}:
         samples = samples_by_unit[unit]
         assert samples is not None
-        number, ids = len(samples.microbatch.unique()), samples.ids[unit].unique()
-        ids_of_microbatches = torch.stack([samples.microbatch, samples.ids[unit]]).unique(dim=1)
-        have_the_same = ids_of_microbatches.shape[1] == number * len(ids)
-        if number > 1 and have_the_same and torch.equal(ids, torch.arange(len(ids))):
+        # Sorted by microbatch, then by id.
+        microbatches, ids = torch.stack([samples.microbatch, samples.ids[unit]]).unique(dim=1)
+        numbers = microbatches.unique(return_counts=True)[1].tolist()  # of ids in each microbatch
+        if len(numbers) > 1 and torch.equal(ids, torch.cat([torch.arange(n) for n in numbers])):
             warnings.warn(
-                f"all {number} microbatches of the step have the same {unit}_ids, 0 to {len(ids) - 1}, "
-                f"and equal ids are one {unit} over the whole step. If they are several {unit}s, number "
+                f"the {unit}_ids begin anew at 0 in all {len(numbers)} microbatches of the step, and "
+                f"equal ids are one {unit} over the whole step. If they are several {unit}s, number "
                 f"them on through all microbatches and ranks (the batch key '{unit}_ids').",
                 stacklevel=2,
             )
