@@ -97,10 +97,12 @@ def counts_in_words(counts: StepCounts, kind: str = "") -> str:
         if number is not None:
             words.append(number_of(number, name))
     are_left_out = counts.samples < counts.all_samples
-    words.append(f"{counts.tokens:.10g} tokens")
-    if counts.active_tokens not in (None, counts.all_tokens):
+    if counts.active_tokens in (None, counts.all_tokens):
+        words.append(f"{counts.tokens:.10g} tokens")
+    else:
+        # Of rejected samples alone the number of tokens is not known.
         active = "" if are_left_out else f"{counts.active_tokens} "
-        words[-1] = f"{active}tokens whose masks sum to {counts.tokens:.10g}"
+        words.append(f"{active}tokens whose masks sum to {counts.tokens:.10g}")
     if counts.rejected_samples:
         rejected = number_of(counts.rejected_samples, "rejected sample")
         words.append(f"{rejected} {'left out' if are_left_out else 'included'}")

@@ -107,7 +107,7 @@ PRESETS: dict[str, Preset] = {
     "trinity/token-mean": Preset(
         "microbatch_mean",
         _TRINITY,
-        caveat="by default (use_dynamic_bsz) a microbatch weighs by its number of samples; "
+        caveat="by default (use_dynamic_bsz) a microbatch is weighted by its number of samples; "
         + _N_TIMES,
     ),
     "trinity/seq-mean-token-sum": Preset("sample_sum", _TRINITY, caveat=_N_TIMES),

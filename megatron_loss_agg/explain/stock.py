@@ -410,7 +410,7 @@ def _sum_in_words(total: str) -> list[str]:
         return ["Its weights add up to 1.00 in a step, as those of a mean do."]
     return [
         f"Its weights add up to {total} in a step, where those of a mean add up to 1:",
-        f"its gradient is about {total} times that of a mean in the same proportions.",
+        f"its gradient is about {total} times that of a mean with the same relative weights.",
     ]
 
 

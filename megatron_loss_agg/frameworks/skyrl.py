@@ -45,7 +45,7 @@ try:
     from skyrl.train.utils.utils import initialize_ray, validate_cfg
 except ImportError as error:
     raise HostError(
-        f"SkyRL 0.2.0 or later must be installed, with all that it imports, got: {error}. Install it."
+        f"SkyRL 0.2.0 or later and its dependencies must be installed, got: {error}. Install them."
     ) from error
 
 check_names(

@@ -25,7 +25,7 @@ import torch
 
 from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import units_by_id
-from megatron_loss_agg.describe import aggregation_in_words, formula, terms_in_words
+from megatron_loss_agg.describe import aggregation_in_words, formula, number_of, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
@@ -90,8 +90,12 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
     gpus = torch.cuda.device_count()
-    advice = "" if gpus else ". Put --cpu before the script."
-    text = f"{torch.__version__} sees {gpus or 'no'} GPU{advice}"
+    seen = (
+        number_of(gpus, "GPU")
+        if gpus
+        else "no GPU. To train without one, put --cpu before the script."
+    )
+    text = f"{torch.__version__} sees {seen}"
     yield Finding("OK" if gpus else "WARN", "torch", text)
     core = _imported("megatron.core")
     training = _imported("megatron.training")
@@ -110,6 +114,7 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
 def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
     """The extension point of a framework's adapter; with it, the lines to set."""
     try:
+        agg = flags.aggregation_from(argparse.Namespace(**flags.in_environment()))
         settings = settings_of(name)
     except AggregationError as error:
         return Finding("FAIL", name, _one_line(error))
@@ -117,10 +122,9 @@ def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
         return Finding(
             "FAIL", name, f"{_one_line(error)}. Install {name} whole, or another version."
         )
-    agg = flags.aggregation_from_environment()
-    here = "not set" if agg is None else aggregation_in_words(agg)
+    here = "is not set" if agg is None else f"asks for {aggregation_in_words(agg)}"
     text = (
-        f"has the extension point of the adapter; {flags.VARIABLE} is {here} here. Set, with the mode "
+        f"has the extension point of the adapter; {flags.VARIABLE} {here} here. Set, with the mode "
         f"that you want,\n{settings}"
     )
     return Finding("OK", name, text)
@@ -229,7 +233,7 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
     ids = " and ".join(f"{unit}_ids" for unit in sorted(units))
     needs = f"; the batches must have {ids}" if ids else ""
     if "prompt" in units and getattr(args, "sft", False):
-        needs += f", as by {sft.FLAG} FIELD"
+        needs += f"; {sft.FLAG} FIELD gives prompt_ids"
     return Finding("OK", "flags", f"{loss}; no other flag conflicts with it{needs}")
 
 

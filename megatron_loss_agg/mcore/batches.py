@@ -209,8 +209,8 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
     have a leading axis from the data loader's collation. Without ``dataset_ids``, the key
     ``dataset_id`` of Megatron's blended data sets: integers [batch], one for each row, or for all
-    samples of each pack. ``labels``, ``tokens``, ``input_ids`` and ``position_ids`` become the
-    ``model_inputs``. Offsets of packed samples, real and padded, are read from these keys:
+    samples of each pack. ``labels``, ``tokens`` and ``input_ids`` become the ``model_inputs``.
+    Offsets of packed samples, real and padded, are read from these keys:
 
     - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
     - ``cu_seqlens_q`` and, if padded, ``cu_seqlens_q_padded``: Megatron-Bridge 0.6.
@@ -256,8 +256,9 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     if missing and microbatch.num_samples:
         raise DataError(
             f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
-            f"{_keys(batch)}. Add that key (prompts of Megatron's --sft: --loss-aggregation-sft-prompt-"
-            "field), or choose another mode or levels (--loss-aggregation, --loss-aggregation-levels)."
+            f"{_keys(batch)}. Add that key (for Megatron's --sft: --loss-aggregation-sft-prompt-field "
+            "FIELD gives prompt_ids), or choose another mode or levels (--loss-aggregation, "
+            "--loss-aggregation-levels)."
         )
     return microbatch
 

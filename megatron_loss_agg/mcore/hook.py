@@ -388,7 +388,7 @@ class LossHook:
             parts.append(_multiplied(part, self.terms[name].multiplier, term.losses))
             pair = report_pair(call, plan, part, denominator_of(plan))
             reports = merged_reports(reports, {f"{name} loss": pair})
-            # For 7: what is compared after the call.
+            # For 7: sums to compare after the call.
             sums.append(
                 sums_on_rank(holders, plan, i, term, weights[name], starts[name], records.is_first)
             )

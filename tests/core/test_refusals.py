@@ -588,9 +588,7 @@ def test_ids_that_restart_in_every_microbatch_warn(ids, restarts):
             warn_of_restarting_ids(x)
     assert len(found) == restarts
     for warning in found:
-        text = (
-            r"^the prompt_ids begin anew at 0 in all [23] microbatches of the step, and equal ids"
-        )
+        text = r"^the prompt_ids start at 0 in each of the [23] microbatches with samples, and equal ids"
         assert re.match(text, str(warning.message))
 
 

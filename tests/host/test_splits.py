@@ -122,6 +122,12 @@ def short_chats(number: int) -> Batch:
     return {**batch, "cu_seqlens": starts, "position_ids": positions}
 
 
+def short_rows() -> Batch:
+    """One row of 20 tokens, and padding behind them."""
+    whole = padded((20, TOKENS), padding=31)
+    return {key: x for key, x in whole.items() if not key.startswith("cu_seqlens")}
+
+
 def telling() -> Batch:
     """A pack whose mask fits one split alone."""
     random = torch.rand(1, TOKENS, generator=torch.Generator().manual_seed(1))
@@ -171,7 +177,7 @@ def labels_as_losses(
         part: the context-parallel rank whose part a rank takes.
         tokens, mask: what is made of those of the part.
         pads: what is no token of a sample becomes 0 before the split.
-        has_positions: those of the batch are split, too; or else the script makes some up.
+        has_positions: split the batch's positions, too; otherwise the script makes its own.
     """
     batch = next(iterator)
     size = parallel_state.get_context_parallel_world_size()
@@ -527,6 +533,14 @@ OF_PARTS = {
     "gathered rows, contiguous by default": misdeclared("contiguous", None, rows(), script=BLIND),
     "gathered rows, zigzag where contiguous is declared": misdeclared(
         "zigzag", "contiguous", rows(), script=BLIND, names="zigzag or zigzag_pack"
+    ),
+    # The second rank holds padding alone, where zigzag would give it tokens: 20 of 64 tokens in
+    # rows, 28 in a pack whose only sample ends at 48.
+    "gathered rows that are short, contiguous by default": misdeclared(
+        "contiguous", None, short_rows(), script=BLIND
+    ),
+    "a gathered pack that is short, contiguous where zigzag_pack is declared": misdeclared(
+        "contiguous", "zigzag_pack", padded((28, 48), padding=31), script=BLIND
     ),
     "gathered rows without tokens of the batch": of_pack(
         "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows

@@ -134,7 +134,7 @@ DOCTOR = {
     ),
     f"--sft {MODE}": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
-        "the batches must have prompt_ids, as by @-sft-prompt-field FIELD"
+        "the batches must have prompt_ids; @-sft-prompt-field FIELD gives prompt_ids"
     ),
     f"--sft {MODE} @-sft-prompt-field question_id": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it"

@@ -24,11 +24,11 @@ def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
         assert samples is not None
         # Sorted by microbatch, then by id.
         microbatches, ids = torch.stack([samples.microbatch, samples.ids[unit]]).unique(dim=1)
-        numbers = microbatches.unique(return_counts=True)[1].tolist()  # of ids in each microbatch
-        if len(numbers) > 1 and torch.equal(ids, torch.cat([torch.arange(n) for n in numbers])):
+        of_each = microbatches.unique(return_counts=True)[1].tolist()
+        if len(of_each) > 1 and torch.equal(ids, torch.cat([torch.arange(n) for n in of_each])):
             warnings.warn(
-                f"the {unit}_ids begin anew at 0 in all {len(numbers)} microbatches of the step, and "
-                f"equal ids are one {unit} over the whole step. If they are several {unit}s, number "
+                f"the {unit}_ids start at 0 in each of the {len(of_each)} microbatches with samples, "
+                f"and equal ids are one {unit} over the whole step. If they are several {unit}s, number "
                 f"them on through all microbatches and ranks (the batch key '{unit}_ids').",
                 stacklevel=2,
             )

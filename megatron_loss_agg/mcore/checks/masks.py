@@ -190,7 +190,8 @@ class WholeTokens(NamedTuple):
         inputs = microbatch.model_inputs or model_inputs_of(batch, microbatch.loss_mask)
         if not is_by_token(microbatch.shape):
             inputs = ()
-        copies = [x.detach().cpu().clone() for x in inputs if _tells_tokens_apart(x)]
+        telling = [x for x in inputs if not _are_alike(x) and not _are_positions(x)]
+        copies = [x.detach().cpu().clone() for x in telling]
         return cls(copies, microbatch.shape, _is_real(microbatch))
 
 
@@ -340,10 +341,11 @@ def _common_splits(i: int, findings: Sequence[SplitFinding]) -> set[str] | None:
     if not findings:
         return None
     common = set.intersection(*({*x.splits} for x in findings))
-    if not common and all(x.others and not x.splits for x in findings):
+    misfits = [x for x in findings if not x.splits]
+    if misfits and all(x.others for x in misfits):
         raise DataError(
             f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
-            f"those of {findings[0].others[0]}. Give microbatches in the order of the forward steps "
+            f"those of {misfits[0].others[0]}. Give microbatches in the order of the forward steps "
             "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
             "forward pass."
         )
@@ -369,15 +371,16 @@ def _finding(
     call: Call, tokens: Mapping[int, WholeTokens], i: int, inputs: Sequence[Tensor] | None
 ) -> SplitFinding | None:
     """None where nothing can be compared."""
-    whole, on_rank = tokens[i], [x.detach().cpu() for x in inputs or ()]
-    telling = [x for x in on_rank if _tells_tokens_apart(x)]
-    if not telling or not whole.inputs:
+    whole = tokens[i]
+    on_rank = [x.detach().cpu() for x in inputs or () if not _are_positions(x)]
+    if not whole.inputs:
         return None
-    splits = [split for split in SPLITS if _fits(call, whole, telling, split)]
+    # Of tokens that are all alike, as on a rank that holds only padding, the batch has a part, too.
+    splits = [split for split in SPLITS if _fits(call, whole, on_rank, split)]
     if splits:
         return SplitFinding(splits, [])
-    # This rank has padding alone, which is all alike: what tells apart are its positions.
-    if any(_fits(call, whole, on_rank, split) for split in SPLITS):
+    telling = [x for x in on_rank if not _are_alike(x)]
+    if not telling:
         return None
     others = [
         j for j, x in tokens.items() if any(_fits(call, x, telling, split) for split in SPLITS)
@@ -429,10 +432,13 @@ def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape
     }
 
 
-def _tells_tokens_apart(x: Tensor) -> bool:
-    """Not equal numbers, nor positions, which a script may make itself whatever its split."""
+def _are_alike(x: Tensor) -> bool:
+    """Whether all numbers are equal."""
     flat = x.reshape(-1)
-    if not flat.numel() or bool((flat == flat[0]).all()):
-        return False
+    return not flat.numel() or bool((flat == flat[0]).all())
+
+
+def _are_positions(x: Tensor) -> bool:
+    """Whether each row is 0, 1, 2 and so on, which a script may make itself whatever its split."""
     row = x if x.dim() else x.reshape(1)
-    return not bool((row == torch.arange(row.shape[-1], device=x.device)).all())
+    return bool((row == torch.arange(row.shape[-1], device=x.device)).all())
