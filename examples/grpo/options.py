@@ -14,7 +14,7 @@ from megatron_loss_agg import aggregation
 MODES = [
     name
     for name, mode in aggregation.MODES.items()
-    if name not in ("nested_mean", "custom") and not {"rollout", "dataset"} & {*mode.path}
+    if name not in ("nested_mean", "custom") and {*mode.path} <= {"microbatch", "prompt", "sample"}
 ]
 
 _LEAST = {
