@@ -66,7 +66,7 @@ export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
 # in the training script, in place of `from areal import PPOTrainer`; SFTTrainer alike:
 from megatron_loss_agg.frameworks.areal import PPOTrainer
 
-# with `scheduler.type: ray`, whose workers do not inherit variables, for `critic`, too:
+# only with `scheduler.type: ray`, whose workers do not inherit variables; the same for `critic`:
 actor:
   scheduling_spec:
     - env_vars: {MEGATRON_LOSS_AGG_FLAGS: "--loss-aggregation sample_mean"}
