@@ -100,7 +100,7 @@ def counts_in_words(counts: StepCounts, kind: str = "") -> str:
     if counts.active_tokens in (None, counts.all_tokens):
         words.append(f"{counts.tokens:.10g} tokens")
     else:
-        # Of rejected samples alone the number of tokens is not known.
+        # Active tokens are counted by microbatch, so those of rejected samples are among them.
         active = "" if are_left_out else f"{counts.active_tokens} "
         words.append(f"{active}tokens whose masks sum to {counts.tokens:.10g}")
     if counts.rejected_samples:

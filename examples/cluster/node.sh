@@ -9,7 +9,7 @@
 #
 # Without the line marked below, and without --loss-aggregation..., stock Megatron trains.
 set -euo pipefail
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron asks for it
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it
 
 command=(
     torchrun

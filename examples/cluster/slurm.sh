@@ -14,6 +14,5 @@ set -euo pipefail
 export NNODES=$SLURM_JOB_NUM_NODES RANKS=$SLURM_GPUS_ON_NODE JOB=$SLURM_JOB_ID
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HOST PORT=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a node need ports of their own
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it
 # As soon as the ranks of one node have failed, those of the others are ended.
 srun --kill-on-bad-exit=1 --label bash examples/cluster/node.sh "$@"

@@ -90,13 +90,11 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
     yield Finding("OK", "python", platform.python_version())
     yield Finding("OK", "megatron_loss_agg", __version__)
     gpus = torch.cuda.device_count()
-    seen = (
-        number_of(gpus, "GPU")
-        if gpus
-        else "no GPU. To train without one, put --cpu before the script."
-    )
-    text = f"{torch.__version__} sees {seen}"
-    yield Finding("OK" if gpus else "WARN", "torch", text)
+    if gpus:
+        yield Finding("OK", "torch", f"{torch.__version__} sees {number_of(gpus, 'GPU')}")
+    else:
+        advice = "To train without one, put --cpu before the script."
+        yield Finding("WARN", "torch", f"{torch.__version__} sees no GPU. {advice}")
     core = _imported("megatron.core")
     training = _imported("megatron.training")
     if isinstance(core, ModuleType):

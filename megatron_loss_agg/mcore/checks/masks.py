@@ -372,10 +372,10 @@ def _finding(
 ) -> SplitFinding | None:
     """None where nothing can be compared."""
     whole = tokens[i]
-    on_rank = [x.detach().cpu() for x in inputs or () if not _are_positions(x)]
     if not whole.inputs:
         return None
-    # Of tokens that are all alike, as on a rank that holds only padding, the batch has a part, too.
+    on_rank = [x.detach().cpu() for x in inputs or () if not _are_positions(x)]
+    # A rank that holds only padding is called with tokens that are all alike: they are compared, too.
     splits = [split for split in SPLITS if _fits(call, whole, on_rank, split)]
     if splits:
         return SplitFinding(splits, [])
