@@ -122,7 +122,7 @@ def several_steps(
 
     ``read`` puts the data iterator's tensors somewhere, and ``place`` losses and masks.
     """
-    case = replace(case, places=PLACES, hook={"evaluates": True})
+    case = replace(case, places=PLACES, hook={"aggregate_evaluation": True})
     model, returned = Model(case.per_token), []
     planning: Seen = [], []
     of_losses: list[Seen] = []

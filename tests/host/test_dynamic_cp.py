@@ -169,7 +169,7 @@ def hybrid_iterator(config: Any, places: Any) -> Any:
 
 def train_hybrid(sizes: dict[str, int], per_rank: int, expected: Expected) -> None:
     model = build(sizes, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=per_rank)
-    hooks = {mode: LossHook(aggregation(mode), evaluates=True) for mode, *_ in expected}
+    hooks = {mode: LossHook(aggregation(mode), aggregate_evaluation=True) for mode, *_ in expected}
     for step in expected:
         mode, places, _, loss, _ = step
         iterator = hybrid_iterator(model.config, places)
@@ -318,7 +318,7 @@ def train_packs(sizes: dict[str, int], table: Any, expected: Expected) -> None:
     model = build(sizes, "dynamic_context_parallel")
     for step in expected:
         mode, _, _, loss, _ = step
-        hook = LossHook(aggregation(mode), evaluates=True)
+        hook = LossHook(aggregation(mode), aggregate_evaluation=True)
         check_step(hook, model, dynamic_packs(table), step, **PACKED)
         options = {**PACKED, "forward_only": True}
         evaluated = gpt.run_step(hook, model, dynamic_packs(table), **options)
@@ -517,7 +517,7 @@ def evaluate_terms() -> str | None:
         names = ("a", "b") if rank < 2 else ("a",)
         return losses, TokenLoss(lambda x: dict.fromkeys(names, x), loss_func.args[0])
 
-    hook = LossHook({"a": aggregation("sum"), "b": aggregation("sum")}, evaluates=True)
+    hook = LossHook({"a": aggregation("sum"), "b": aggregation("sum")}, aggregate_evaluation=True)
     options = {**PACKED, "forward_step_func": step, "forward_only": True}
     return error_of(gpt.run_step, hook, model, dynamic_packs(PACKS), **options)
 

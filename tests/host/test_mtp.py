@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.mcore import aggregate_mtp, read_batch
+from megatron_loss_agg.mcore import MTPAggregation, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES
@@ -41,7 +41,7 @@ METHOD = "compute_language_model_loss"
 
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
-    hook = {"wrappers": [aggregate_mtp]}
+    hook = {"extensions": [MTPAggregation()]}
     way = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
     return Case(mode, **{"step": with_labels, "hook": hook, **way, **more})
 
@@ -262,7 +262,7 @@ ROWS = {
     "of losses by sample": refused(
         with_labels,
         "HostError: needs masks of tokens, got microbatches with losses by sample",
-        hook={"wrappers": [aggregate_mtp], "read_batch": by_sequence},
+        hook={"extensions": [MTPAggregation()], "read_batch": by_sequence},
     ),
     "of contiguous parts": refused(contiguous, NOT_SHIFTED, cp=True),
     "of a term that weighs nothing": refused(
