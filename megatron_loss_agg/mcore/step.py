@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
 from megatron_loss_agg.errors import DataError, HostError, PeerError
-from megatron_loss_agg.mcore.batches import DrawnBatches, batches_of, with_holders
+from megatron_loss_agg.mcore.batches import DrawnBatches, batches_of, with_dataset_ids, with_holders
 from megatron_loss_agg.mcore.call import Call, innermost
 from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
 from megatron_loss_agg.mcore.checks.loss_function import (
@@ -194,7 +194,7 @@ class Step:
         if self.microbatches is not None:
             microbatches = self.microbatches
         elif read_step is None:
-            return self._draw(call, number)
+            microbatches = self._draw(call, number)
         else:
             microbatches = listed(read_step(call.data_iterator, number))
             if len(microbatches) != number and not call.draws_samples:
@@ -205,7 +205,7 @@ class Step:
         if self.tokens is not None:
             for i, microbatch in enumerate(microbatches):
                 self.tokens.note_batch(i, microbatch)
-        return microbatches
+        return microbatches if call.trains else with_dataset_ids(call.terms, microbatches)
 
     def _draw(self, call: Call, number: int) -> list[MicrobatchOfTerms]:
         """The microbatches of the batches that the call's forward steps will take."""

@@ -66,7 +66,7 @@ class MTPAggregation(Extension):
     """
 
     def __init__(self, aggregation: LossAggregation | None = None) -> None:
-        self._aggregation = aggregation
+        self.aggregation = aggregation
         self._has_planned = False
         self._label = ""
         self._plan: StepPlan | None = (
@@ -87,9 +87,9 @@ class MTPAggregation(Extension):
         if call.begins_step:
             self._label = name
             self._plan = None if plans is None else plans[name]
-            if self._aggregation is not None:
-                self._label = self._aggregation.label
-                self._plan = self._replanned(call, self._aggregation)
+            if self.aggregation is not None:
+                self._label = self.aggregation.label
+                self._plan = self._replanned(call, self.aggregation)
         if self._plan is None:
             yield
             return
