@@ -154,7 +154,7 @@ def several_steps(
         return of_step
 
     hook: Any = case.new_hook()
-    hook._check_scaling = lambda *_: None  # which needs a backward pass; all other checks are on
+    hook.measure_scaling = lambda *_: None  # which needs a backward pass; all other checks are on
     run = hook.wrap(schedule)
     # The first call that trains, and the first that evaluates, is checked more.
     for forward_only in (False, *["forward_only" in case.call] * 2):

@@ -40,11 +40,11 @@ def hook_with(**options: Any) -> LossHook:
 
 def step_of(hook: LossHook, model: Any, places: Any = STEP) -> Found:
     """The measurement before a step of ``model``, and the end of the step."""
-    hook._measured = None
+    hook.verified.factor = None
     data, wrapped = batches(places, "thd"), hasattr(model, "zero_grad_buffer")
     given = data if gpt.reads_data() else None
     error = error_of(gpt.run_step, hook, model, given, len(places), zero_grad=wrapped)
-    return hook._measured, error
+    return hook.verified.factor, error
 
 
 def first_step_of(model: Any, **options: Any) -> Found:
