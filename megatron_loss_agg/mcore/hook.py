@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms, units_by_id
-from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
+from megatron_loss_agg.collectives import any_rank, failing_together
 from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import (
@@ -79,7 +79,7 @@ from megatron_loss_agg.mcore.reports import (
 )
 from megatron_loss_agg.mcore.split import SPLITS
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
-from megatron_loss_agg.plan import StepPlan, plan_of_first_term, plan_step
+from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 Plans = Mapping[str, StepPlan]
@@ -455,8 +455,11 @@ class LossHook:
             if not groups.is_last_stage:
                 return None
             read = functools.partial(self._read, call, step, records)
-            make = functools.partial(plan_step, self.terms, read, groups.planning)
-            plans = broadcast_result(make, groups.tp, 0)
+            is_evaluation = not call.trains
+            make = functools.partial(
+                plan_step, self.terms, read, groups.planning, is_evaluation=is_evaluation
+            )
+            plans = broadcast_plans(make, self.terms, groups.tp)
             if refuses_empty and _is_empty(self.terms, plans):
                 raise DataError(
                     "a step must have an active token, and every token is masked or rejected. Fix "
@@ -580,7 +583,7 @@ class LossHook:
         if not self._split_is_open(call):
             return False
         if call.groups.dp_cp is not None:  # alike on all ranks, which have different packs
-            return any(plan.has_split_packs for plan in plans.values())
+            return True
         microbatches = range(len(plan_of_first_term(plans).sizes))
         return any(has_several_samples(plans, i) for i in microbatches)
 

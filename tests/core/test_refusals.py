@@ -468,7 +468,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^prompt_ids must have one entry for each of the 2 microbatches of mask_sums, .*, got 1 entr",
+        "^prompt_ids must have one entry for each of the 2 microbatches of mask_sums, got 1 entr",
         of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2]),
     ),
     (

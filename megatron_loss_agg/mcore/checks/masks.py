@@ -148,7 +148,7 @@ def _rows_of_sums(plans: Mapping[str, StepPlan], terms: Sequence[SumsOnRank]) ->
     rows = [torch.zeros(0, dtype=torch.int64)]
     for plan, i, sums in terms:
         for name in sums:
-            of_sums = plan.sample_rows(i) if name == _BY_SAMPLE else plan.rows.microbatches[[i]]
+            of_sums = plan.sample_rows(i) if name == _BY_SAMPLE else plan.microbatch_rows[[i]]
             rows.append(first_row[id(plan), name] + of_sums)
     return torch.cat(rows), size
 
@@ -262,7 +262,7 @@ def check_tokens(
     Raises:
         DataError: another split, or other microbatches.
     """
-    rows = plan_of_first_term(plans).rows.microbatches.tolist()
+    rows = plan_of_first_term(plans).microbatch_rows.tolist()
     numbers = {row: i for i, row in enumerate(rows)}  # of this rank's microbatches
 
     def findings() -> _RankFindings:
