@@ -104,7 +104,8 @@ class Samples:
 
     def _compute_groups(self, unit: Unit) -> Groups:
         if unit == "all":
-            return Groups.of(torch.zeros_like(self.microbatch))
+            zeros = torch.zeros_like(self.microbatch)
+            return Groups(zeros[:1], zeros)
         if unit == "sample":
             rows = torch.arange(len(self.microbatch))
             return Groups(rows, rows)

@@ -9,15 +9,11 @@ microbatches or samples needs, so that all ranks are decoded at once:
 
 Only if a rank failed, or if ranks disagree on names, do they gather texts as objects.
 
-Under dynamic context parallelism several ranks hold one microbatch. The first of them alone sends
-it, and the others look up its rows in the table.
-
 Suffixes: ``_R`` one number for each rank, ``_M`` one for each microbatch, ``_S`` one for each sample.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +32,8 @@ from megatron_loss_agg.collectives import (
     send_failure,
 )
 from megatron_loss_agg.counting import Samples, read_samples
-from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.dynamic_cp import HeldMicrobatches
+from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.masks import Sequences, brought_to_cpu
 from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape, hashed
 
@@ -50,7 +47,7 @@ _ANOTHER_RANK_DIFFERED = (
 
 
 class Header(NamedTuple):
-    """What the other ranks must know of a rank before it sends its table: integers alone."""
+    """Facts about one rank from which the others derive the columns: integers alone."""
 
     failed: int = 0
     terms: int = 0  # a hash of the terms in words
@@ -88,7 +85,7 @@ class Columns:
         most, least = Header(*headers.amax(0).tolist()), Header(*headers.amin(0).tolist())
         microbatch_names = ["num_samples", "active_tokens", "elements"]
         microbatch_names += ["routed_tokens"] if most.has_routed_tokens else []
-        microbatch_names += ["cp_size", "key"] if most.has_cp_sizes else []
+        microbatch_names += ["num_holders", "number"] if most.has_cp_sizes else []
         sample_names = ["mask_sum"]
         sample_names += ["weight"] if most.has_weights else []
         sample_names += ["rejected"] if most.has_rejected else []
@@ -100,7 +97,7 @@ class Columns:
     @property
     def has_cp_sizes(self) -> bool:
         """Whether microbatches have context-parallel ranks of their own."""
-        return "cp_size" in self.microbatch_names
+        return "num_holders" in self.microbatch_names
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -145,7 +142,7 @@ class RankTable:
         is_evaluation: bool = False,
     ) -> None:
         self.microbatches = microbatches
-        self.rank = rank
+        self.rank, self._num_ranks = rank, num_ranks
         on_cpu = brought_to_cpu(microbatches)
         self.samples = read_samples(on_cpu, units, is_evaluation)
         self.shapes: list[MicrobatchShape] = [m.shape for m in on_cpu]
@@ -156,48 +153,20 @@ class RankTable:
         # What this rank sends: everything, unless another rank is the first to hold a microbatch.
         self.sent_microbatches: slice | Tensor = slice(None)
         self.sent_samples: slice | Tensor = slice(None)
+        self.has_cp_sizes = any(m.local_cp_size is not None for m in microbatches)
         if self.has_cp_sizes:
-            for size in self.cp_sizes:
-                if _first_rank(rank, size) + size > num_ranks:
-                    raise _wrong_ranks(rank, size, f"{num_ranks} ranks in all")
-            if len({*zip(self.cp_sizes, self.keys, strict=True)}) < len(self.keys):
-                raise _wrong_ranks(rank, self.cp_sizes[0], f"the gids {self.keys} on rank {rank}")
-            is_first = [_first_rank(rank, size) == rank for size in self.cp_sizes]
-            self.sent_microbatches = torch.tensor(is_first)
-            self.sent_samples = self.sent_microbatches[self.samples.microbatch]
+            self.sent_microbatches = self.held.is_first
+            self.sent_samples = self.held.is_first[self.samples.microbatch]
+
+    @cached_property
+    def held(self) -> HeldMicrobatches:
+        """The microbatches under dynamic context parallelism, where several ranks hold one."""
+        return HeldMicrobatches(self.microbatches, self.rank, self._num_ranks)
 
     @property
     def names(self) -> list[Unit]:
         """The units with ids whose names are the user's own."""
         return sorted(self.samples.ids.keys() - {*BY_ID})
-
-    @cached_property
-    def has_cp_sizes(self) -> bool:
-        """Whether microbatches have context-parallel ranks of their own."""
-        return any(m.local_cp_size is not None for m in self.microbatches)
-
-    @cached_property
-    def cp_sizes(self) -> list[int]:
-        """The number of ranks that hold each microbatch."""
-        return [m.local_cp_size or 1 for m in self.microbatches]
-
-    @cached_property
-    def keys(self) -> list[int]:
-        """For each microbatch a number that is the same on all ranks that hold it.
-
-        This is the gid, which is >= 0. Without one it is negative, and counts the microbatches that
-        as many ranks hold: the ranks of a group compute its microbatches in one order, since the
-        model's collectives demand it.
-        """
-        counted: Counter[int] = Counter()
-        keys = []
-        for microbatch, size in zip(self.microbatches, self.cp_sizes, strict=True):
-            if microbatch.gid is not None:
-                keys.append(microbatch.gid)
-            else:
-                counted[size] += 1
-                keys.append(-counted[size])
-        return keys
 
     def header(self, words: str = "", has_masks_by_term: bool = False) -> Header:
         """The header of this rank; ``words`` are those of the terms."""
@@ -230,10 +199,10 @@ class RankTable:
         return row[0]
 
     def _microbatch_column(self, name: str) -> Tensor:
-        lists = {"num_samples": self.sizes, "cp_size": self.cp_sizes, "key": self.keys}
-        if name in lists:
-            return torch.tensor(lists[name], dtype=torch.int64)
-        column: Tensor = getattr(self.samples, name)
+        if name == "num_samples":
+            return torch.tensor(self.sizes, dtype=torch.int64)
+        is_of_held = name in ("num_holders", "number")
+        column: Tensor = getattr(self.held if is_of_held else self.samples, name)
         return column
 
     def _sample_column(self, name: str) -> Tensor:
@@ -262,8 +231,7 @@ class StepTable:
 
 
 def exchange(
-    read: Callable[[], tuple[str, Mapping[str, RankTable]]],
-    group: dist.ProcessGroup | None,
+    read: Callable[[], tuple[str, Mapping[str, RankTable]]], group: dist.ProcessGroup | None
 ) -> dict[str, StepTable]:
     """The table of all ranks for each term, in two collectives for each table that differs.
 
@@ -316,7 +284,7 @@ def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
     """The table of all ranks from their rows, int64 [ranks, length], on the rank of ``table``.
 
     Raises:
-        DataError: another rank should hold one of this rank's microbatches, and does not.
+        DataError: another rank should hold a microbatch of this rank, and does not.
     """
     microbatch_block, sample_block = columns.blocks(rows)
     is_microbatch = microbatch_block[:, 0] != _PADDING  # [ranks, most microbatches]
@@ -332,8 +300,10 @@ def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
     }
     samples = _samples_from(values, table.samples.is_evaluation)
     if columns.has_cp_sizes:
-        rank_M = is_microbatch.nonzero()[:, 0]
-        return StepTable(samples, table, *_held_rows(table, rank_M, values))
+        columns_M = (values[x] for x in ("num_holders", "number", "num_samples"))
+        return StepTable(
+            samples, table, *table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
+        )
     first_M, first_S = (int(x[: table.rank].sum()) for x in (is_microbatch, num_samples_R))
     return StepTable(
         samples,
@@ -364,7 +334,7 @@ def _gather_table(table: RankTable, headers: Tensor, group: dist.ProcessGroup) -
         # A rank without samples has no microbatch that lacks ids.
         own = {*names} if len(table.samples.mask_sum) else None
         gathered = gather_objects(lambda: own, group, _READING)
-        names = sorted(set.intersection(*(x for x in gathered if x is not None)))
+        names = sorted(set.intersection(*([x for x in gathered if x is not None] or [set()])))
     columns = Columns.of(headers, names)
     rows = all_gather(table.row(columns), group)
     with failing_together([group], _ANOTHER_RANK_DIFFERED, when=columns.has_cp_sizes):
@@ -391,49 +361,4 @@ def _samples_from(values: Mapping[str, Tensor], is_evaluation: bool) -> Samples:
         elements=values["elements"],
         routed_tokens=values["routed_tokens"],
         is_evaluation=is_evaluation,
-    )
-
-
-# Dynamic context parallelism: several ranks hold a microbatch, and the first of them has sent it.
-
-
-def _held_rows(
-    table: RankTable, rank_M: Tensor, values: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's microbatches in the table of all ranks, and those of its samples."""
-    num_samples_M, sizes_M, keys_M = (values[x] for x in ("num_samples", "cp_size", "key"))
-    held = [
-        (_first_rank(table.rank, size), size, key)
-        for size, key in zip(table.cp_sizes, table.keys, strict=True)
-    ]
-    row_by_key: dict[tuple[int, int, int], int] = {}
-    for first in {first for first, *_ in held}:
-        rows = (rank_M == first).nonzero().view(-1)
-        columns = (x.tolist() for x in (sizes_M[rows], keys_M[rows], rows))
-        row_by_key |= {(first, size, key): row for size, key, row in zip(*columns, strict=True)}
-    for microbatch, num_samples in zip(held, table.sizes, strict=True):
-        row = row_by_key.get(microbatch)
-        if row is None or int(num_samples_M[row]) != num_samples:
-            first, size, _ = microbatch
-            got = f"one on rank {table.rank} that rank {first} does not have"
-            raise _wrong_ranks(table.rank, size, got)
-    rows_M = torch.tensor([row_by_key[x] for x in held], dtype=torch.int64)
-    starts_M = num_samples_M.cumsum(0) - num_samples_M
-    sizes = torch.tensor(table.sizes, dtype=torch.int64)
-    # From a sample's number on this rank to its row: both count from the start of its microbatch.
-    shift_M = starts_M[rows_M] - (sizes.cumsum(0) - sizes)
-    return rows_M, torch.arange(int(sizes.sum())) + shift_M.repeat_interleave(sizes)
-
-
-def _first_rank(rank: int, size: int) -> int:
-    """The first of the ``size`` neighbours that hold a microbatch of ``rank``."""
-    return rank - rank % size
-
-
-def _wrong_ranks(rank: int, size: int, got: str) -> DataError:
-    first = _first_rank(rank, size)
-    return DataError(
-        f"a microbatch with local_cp_size={size} must be given by the data- and context-parallel "
-        f"ranks {first} to {first + size - 1}, once each and with the same samples, got {got}. Let "
-        "one of Megatron's groups hold it, and give its gid on all of these ranks or on none."
     )

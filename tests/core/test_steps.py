@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
