@@ -237,7 +237,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
     """The counts of the whole step, from the samples of all ranks.
 
     Raises:
-        DataError: only some of the microbatches say their routed tokens.
+        DataError: only some of the microbatches have ``routed_tokens``.
     """
     totals = samples.totals
     is_skipping = agg.rejected == "skip" and totals.rejected_samples > 0

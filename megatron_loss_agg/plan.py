@@ -231,8 +231,9 @@ class StepPlan:
     ) -> Sequence[Tensor]:
         """`coefficients` of each microbatch divided by ``parts``, in ``dtype`` on ``device``.
 
-        They are moved once a step, on the stream of the first call. Where losses run on several
-        streams, make that call before the schedule starts, on the stream which the others wait for.
+        The first call moves them, for the whole step, on its own stream. Where losses run on several
+        streams (``overlap_moe_expert_parallel_comm``), make that call before the schedule, which
+        then orders its streams after it.
         """
         key = (device, dtype, parts)
         if key not in self._moved:
@@ -353,7 +354,7 @@ def plan_of_first_term(plans: Mapping[str, StepPlan]) -> StepPlan:
 def token_shape(plans: Mapping[str, StepPlan], i: int) -> MicrobatchShape:
     """The shape of the tokens of microbatch ``i``, before context parallelism.
 
-    Of several terms that of a pack, if there is one: it says more of the split than rows.
+    If any of several terms has a pack, its shape: its split differs from that of rows.
     """
     shapes = []
     for plan in plans.values():
