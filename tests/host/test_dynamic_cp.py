@@ -456,7 +456,7 @@ REFUSED: dict[str, tuple[str, Any, Any]] = {
         as_they_are,
         with_sums,
     ),
-    "DataError: all ranks that hold a microbatch must give the same whole microbatch, got different": (
+    "DataError: all context-parallel ranks must read the same batches, got different masks": (
         "sum",
         local_masks,
         packed_step,
