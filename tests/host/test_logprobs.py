@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.grpo import logprobs
 from megatron_loss_agg import weighted_sum
-from megatron_loss_agg.mcore import logprobs
 from tests.host.harness import error_of, on_ranks_of
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: chunks of them are unequal
