@@ -84,7 +84,8 @@ class RouterLosses(Extension):
         if len(asked) != num_passes:
             raise HostError(
                 "the schedule must call config.moe_grad_scale_func once in each of "
-                f"{num_passes} forward passes, as Megatron-Core 0.19 does, got {len(asked)} calls. Drop RouterLosses."
+                f"{num_passes} forward passes, as Megatron-Core 0.19 does, got {len(asked)} calls. Drop "
+                "RouterLosses."
             )
         self._raise_on_all_ranks(_tokens_conflict(seen, tokens))
         self._has_compared = True

@@ -192,7 +192,7 @@ def test_packs_that_a_scheduler_made_are_refused() -> None:
     """It drops the ids of tokens."""
     pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
     for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
-        keys = "keep their 'prompt_id_of_token', got ['cu_seqlens'"
+        keys = "keep their 'token_prompt_id', got ['cu_seqlens'"
         says = f"{FLAG} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
         assert_says(error_of(read_conversations, batch), f"DataError: {says}")
 
