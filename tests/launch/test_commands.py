@@ -39,9 +39,6 @@ BAD_STARTS = {
         "OptionError: @-mtp must be one of megatron, same, token_mean, sample_mean, rollout_mean, "
         "prompt_mean, dataset_mean, sample_sum, microbatch_mean, got 'host'. Change @-mtp."
     ),
-    "SCRIPT @ sum @-moe step": (
-        "OptionError: @-moe must be one of megatron, whole, got 'step'. Change @-moe."
-    ),
     "SCRIPT @ sum @-split zigzag-pack": (
         "OptionError: @-split must be one of zigzag, zigzag_pack, contiguous, got 'zigzag-pack'."
     ),
@@ -50,6 +47,10 @@ BAD_STARTS = {
         "OptionError: @-mask was removed: a mask that the model makes during its forward pass is "
         "not known before the step. Compute the mask in the data, or run a forward pass before "
         "the step, and remove @-mask."
+    ),
+    "SCRIPT @ sum @-moe whole": (
+        "OptionError: @-moe was removed: the losses of routers are an example of an extension. Write "
+        "@-extension examples.extensions.routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
     ),
     "@ sum @-factors key | SCRIPT": (
         "OptionError: @-factors was removed: a factor of each token belongs into the losses of a "
@@ -90,6 +91,15 @@ BAD_STARTS = {
     ),
     "SCRIPT @ nested_mean @-levels position,sample": (
         "OptionError: ['position'] ... of tokens ... @-batch"
+    ),
+    "SCRIPT @ sum @-extension no_module:f": (
+        "OptionError: @-extension must be module:name of a function or class ... got 'no_module:f'"
+    ),
+    "SCRIPT @ sum @-extension builtins:dict": (
+        "OptionError: @-extension must make an Extension, got builtins:dict, which makes a dict."
+    ),
+    "SCRIPT @ sum @-mismatch ignore": (
+        "OptionError: @-mismatch must be one of stop, warn, got 'ignore'. Change @-mismatch."
     ),
     "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch must be module:name of a function",
     "--cpu SCRIPT @ sum --cpu": (
@@ -149,7 +159,8 @@ DOCTOR = {
     # A module that lies beside the script.
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
     f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @-m",
-    "@ token_mean @-moe host": "FAIL: OptionError: @-moe must be one of megatron, whole, got",
+    "@ token_mean @-moe whole": "FAIL: OptionError: @-moe was removed: the losses of routers",
+    "@ token_mean @-extension examples.extensions.routers:RouterLosses": "OK: token_mean; w_t =",
     "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel needs",
 }
 
