@@ -176,6 +176,29 @@ def test_a_job_that_finds_its_last_iteration_done_is_not_refused(tmp_path: Path)
     assert (codes, refusals(said)) == ([0], []), said[-3000:]
 
 
+EXPERTS = """
+    --num-experts 2 --moe-token-dispatcher-type allgather --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1.0 --disable-bias-linear --eval-iters 0
+"""
+
+
+def test_an_extension_by_flag_changes_what_the_script_trains(tmp_path: Path) -> None:
+    """The example for losses of routers, beside one that doubles the loss."""
+    extensions = "examples.extensions.routers:RouterLosses", "tests.launch.my_extensions:Doubled"
+    flags = (*EXPERTS.split(), *MODE, "--loss-aggregation-extension", *extensions)
+    codes, said = run(tmp_path, SCRIPT, *SHORT, *flags, ranks=2)
+    assert (codes, refusals(said)) == ([0, 0], []), said[-3000:]
+    assert re.search(rf"^  extension: +{re.escape(extensions[0])}", said, re.MULTILINE)
+    steps = [line for line in said.splitlines() if re.search(r"iteration +\d+/", line)]
+    assert len(steps) == ITERATIONS
+    for line in steps:
+        mean, doubled = (
+            float(re.findall(rf"{name} loss: (\S+)", line)[0])
+            for name in ("sample_mean", "doubled")
+        )
+        assert doubled == pytest.approx(2 * mean, rel=1e-6)
+
+
 # What Megatron does after a fault with --inprocess-restart.
 RESTARTS = f"""
 import runpy, sys
