@@ -85,9 +85,14 @@ class Distillation(Extension):
             return
         assert self._alpha is not None  # in a call
         ((name, term),) = microbatch.terms.items()
+        if microbatch.stock_loss is None:
+            raise HostError(
+                "Distillation needs a script's loss function that adds both losses up, got a TokenLoss. "
+                "Drop Distillation, and return a TokenLoss with the losses of both terms."
+            )
         kd_losses = _kd_losses(self._recorded)
         self._recorded.clear()
-        if not self._has_compared and microbatch.stock_loss is not None:
+        if not self._has_compared:
             self._has_compared = _check_mixture(
                 self._alpha, term.losses, kd_losses, term.mask, microbatch.stock_loss
             )

@@ -21,7 +21,7 @@ from torch import Tensor
 from examples.extensions.distillation import Distillation
 from megatron_loss_agg.launch.flags import add_arguments
 from megatron_loss_agg.launch.install import hook_from_args
-from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore import LossHook, TokenLoss
 from tests.host import gpt, gradients
 from tests.host.cases import Expected, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
@@ -127,6 +127,11 @@ def with_kd_factor(folder: str, factor: float) -> Callable[..., Any]:
         return output, partial(loss_with_factor, *loss_function.args)
 
     return scaled_step
+
+
+def token_loss_step(data_iterator: Any, model: Any) -> tuple[Tensor, TokenLoss]:
+    losses, stock = gpt.forward_step(data_iterator, model)
+    return losses, TokenLoss(lambda output: output, *stock.args)
 
 
 def step(
@@ -235,6 +240,7 @@ REFUSED = {
     "several terms": "OptionError: Distillation needs a hook of one term with multiplier 1, got",
     "no teacher": "HostError: must compute one distillation loss, got 0 ... --logits-load-dir ... "
     "return a TokenLoss",
+    "a TokenLoss": "HostError: a script's loss function that adds both losses up, got a TokenLoss",
     "ignored errors": "HostError: --logits-load-ignore-errors cannot go with",
     "fp32": "HostError: got fp32 ones, which Megatron's cross entropy has overwritten ... (--bf16)",
     "overwritten logits": "HostError: got --cross-entropy-fusion-impl te, which overwrites ... native",
@@ -254,6 +260,7 @@ def refusals(folder: str, numbers: dict[str, float]) -> None:
     errors = {
         "another alpha": error_of(one_step, *half, forward_step=script(folder, 0.4)),
         "no teacher": error_of(one_step, *flags, forward_step=gpt.forward_step),
+        "a TokenLoss": error_of(one_step, *flags, forward_step=token_loss_step),
         "ignored errors": error_of(one_step, *flags, "--logits-load-ignore-errors"),
         "no extension": error_of(one_step, *half, hook=LossHook(aggregation(MODE))),
         "flags without a teacher": error_of(one_step, forward_step=script(folder, 0.5)),
