@@ -54,10 +54,10 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
     panels = figure.subplots(1, len(CLASSES), sharey=True)
     base, colors = losses(reference), {name: COLORS[mode] for mode, name in SHARES.items()}
     for run in runs:
-        of_run = losses(run)
+        run_losses = losses(run)
         for axes, name in zip(panels, CLASSES, strict=True):
-            values = [of_run[step][name] - base[step][name] for step in of_run]
-            axes.plot(list(of_run), values, label=run.name, color=colors.get(run.name))
+            values = [run_losses[step][name] - base[step][name] for step in run_losses]
+            axes.plot(list(run_losses), values, label=run.name, color=colors.get(run.name))
     for axes, title in zip(panels, TITLES.values(), strict=True):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("optimizer step")
@@ -78,8 +78,8 @@ def shares(steps: int) -> str:
             for pack in range(step * PACKS, (step + 1) * PACKS)
             for pair in data.pairs(pack)
         ]
-        for mode, of_mode in explain(samples, SHARES, None, "count")[0].items():
-            for sample, fraction in zip(samples, of_mode.fractions.tolist(), strict=True):
+        for mode, share in explain(samples, SHARES, None, "count")[0].items():
+            for sample, fraction in zip(samples, share.fractions.tolist(), strict=True):
                 sums[mode][class_of(int(sample.tokens))] += fraction / steps
     rows = [["share of the gradient", *CLASSES], ["---"] * (len(CLASSES) + 1)]
     for mode, name in SHARES.items():

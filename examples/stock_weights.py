@@ -48,12 +48,10 @@ def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
         style = {"linestyle": "none", "markersize": 8, "color": COLORS[mode], **mark}
         axes.plot(places, weights[mode], **style)
     for number in range(MICROBATCHES):
-        of_microbatch = [
-            (p, s) for p, s in zip(places, samples, strict=True) if s.microbatch == number
-        ]
-        first, last = of_microbatch[0][0], of_microbatch[-1][0]
+        samples = [(p, s) for p, s in zip(places, samples, strict=True) if s.microbatch == number]
+        first, last = samples[0][0], samples[-1][0]
         axes.axvspan(first - 0.6, last + 0.6, color=INK, alpha=0.12, linewidth=0, zorder=0)
-        title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in of_microbatch):g} tokens"
+        title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in samples):g} tokens"
         axes.text((first + last) / 2, 5.65, title, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(places, [f"{sample.tokens:g}" for sample in samples])
     axes.set_xlabel("the samples of one optimizer step, by their loss tokens")

@@ -112,7 +112,7 @@ def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
 def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
     """The extension point of a framework's adapter; with it, the lines to set."""
     try:
-        agg = flags.aggregation_from(argparse.Namespace(**flags.in_environment()))
+        agg = flags.aggregation_from(argparse.Namespace(**flags.environment_flags()))
         settings = settings_of(name)
     except AggregationError as error:
         return Finding("FAIL", name, _one_line(error))
@@ -206,7 +206,7 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
             from megatron.training.arguments import add_megatron_arguments
 
             parser = add_megatron_arguments(parser)
-        values, script_arguments = flags.of_process(script_flags)
+        values, script_arguments = flags.process_flags(script_flags)
         args, unknown = parser.parse_known_args(script_arguments)
         vars(args).update(values)
         hook = hook_from_args(args, in_training_loop=True)

@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.mcore import DatasetReports, aggregate_routers
+from examples.extensions.routers import RouterLosses
+from megatron_loss_agg.mcore import DatasetReports
 from tests import oracle
 from tests.host import gpt
 from tests.host.cases import (
@@ -302,8 +303,8 @@ def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls(
 
 RELEASE = version("megatron-core")
 UNKNOWN = (
-    f"HostError: (aggregate_routers) needs a release of Megatron-Core 0.19, got {RELEASE} ... "
-    "whose weights of routers' losses are not known. Drop the flag."
+    f"HostError: RouterLosses needs a release of Megatron-Core 0.19, got {RELEASE} ... "
+    "whose weights of routers' losses are not known. Drop RouterLosses."
 )
 BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
 ROWS = {
@@ -324,7 +325,7 @@ ROWS = {
             places=PLACES[1],
             per_token=True,
             config={**MODELS["moe"], **BALANCED},
-            hook={"wrappers": [aggregate_routers]},
+            hook={"extensions": [RouterLosses()]},
         ),
         "dp1",
     ),
