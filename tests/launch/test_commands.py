@@ -204,9 +204,10 @@ RELEASES |= {"0.20.0rc1": "WARN", "1.0.0": "WARN", "unknown": "FAIL"}
 
 
 def test_a_release_is_judged_by_its_number() -> None:
-    findings = {version: check_release(version, Path("/opt/megatron")) for version in RELEASES}
-    assert {version: finding.level for version, finding in findings.items()} == RELEASES
-    assert all(x.text.startswith(f"{version} in /opt/megatron") for version, x in findings.items())
+    found = {version: check_release(version, Path("/opt/megatron")) for version in RELEASES}
+    assert {version: level for version, (level, _) in found.items()} == RELEASES
+    for version, (_, text) in found.items():
+        assert text.startswith(f"{version} in /opt/megatron")
 
 
 def test_the_checkout_of_a_script_is_examined(
