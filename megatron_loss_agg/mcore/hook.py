@@ -23,13 +23,13 @@ from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
+    DrawnTensors,
     ReadBatch,
     ReadStep,
-    batches_of,
     read_batch,
+    read_now,
     reader_for,
     with_dataset_ids,
-    with_holders,
 )
 from megatron_loss_agg.mcore.call import Call, defaults_of, innermost, stock
 from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
@@ -56,6 +56,7 @@ from megatron_loss_agg.mcore.checks.settings import (
     check_same_on_all_ranks,
     check_settings,
 )
+from megatron_loss_agg.mcore.dynamic_cp import batches_of, with_cp_size
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.first_lines import audit_lines, first_lines, prints_first_lines
 from megatron_loss_agg.mcore.forward_step import (
@@ -449,12 +450,14 @@ class LossHook:
         """The plan of a step; None on stages without a loss."""
         groups, refuses_empty = call.groups, call.trains and self.empty_step == "error"
         of_model = [groups.comparing, groups.pp]
+        read: Callable[[], Any] = functools.partial(self._read, call, step, records)
+        if groups.dp_cp is not None and groups.reads_data:
+            read = read_now(read)
         with failing_together(
             of_model, _ANOTHER_RANK_FAILED, when=records.is_first or refuses_empty
         ):
             if not groups.is_last_stage:
                 return None
-            read = functools.partial(self._read, call, step, records)
             make = functools.partial(plan_step, self.terms, read, groups.planning)
             plans = broadcast_result(make, groups.tp, 0)
             if refuses_empty and _is_empty(self.terms, plans):
@@ -475,6 +478,7 @@ class LossHook:
             return records.is_first or (is_open and is_pack_of_several(microbatch))
 
         microbatches: list[MicrobatchOfTerms] = []
+        tensors = DrawnTensors()
         if step is not None:
             microbatches = step.microbatches
         elif self._read_step is not None:
@@ -489,11 +493,14 @@ class LossHook:
             records.iterator = drawn = DrawnBatches(call.data_iterator, items)
             for _ in range(items):
                 for batch in batches_of(call, drawn.draw()):
-                    microbatch = with_holders(call, self._read_batch(batch), batch)
+                    microbatch = with_cp_size(call, self._read_batch(batch), batch)
                     # Before the next one is drawn, maybe into the same memory.
                     if is_compared(microbatch):
                         tokens[len(microbatches)] = WholeTokens.of(microbatch, batch)
+                    if records.is_first:
+                        tensors.note(microbatch)
                     microbatches.append(microbatch)
+            tensors.check_unchanged()
         for i, microbatch in enumerate(microbatches):
             if i not in tokens and is_compared(microbatch):
                 tokens[i] = WholeTokens.of(microbatch)

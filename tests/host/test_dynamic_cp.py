@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch, with_ids
-from megatron_loss_agg.mcore.batches import dealt_batches
+from megatron_loss_agg.mcore.dynamic_cp import dealt_batches
 from tests.host import gpt, gradients
 from tests.host.cases import mean_of_means
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
