@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms, units_by_id
@@ -576,10 +577,11 @@ class LossHook:
     def _split_is_open(self, call: Call) -> bool:
         """Whether the tokens that were compared fit several splits, as those of rows do.
 
-        Under dynamic context parallelism also if none were compared: one rank held each pack.
+        Also if none were compared, as of packs that one rank held, or of padding alone.
         """
         if self._fitting_splits is None:
-            return call.groups.dp_cp is not None
+            is_split = dist.get_world_size(call.groups.comparing) > 1
+            return call.groups.dp_cp is not None or (is_split and not self._split_is_declared)
         return len(self._fitting_splits) > 1
 
     def _may_show_split(self, call: Call, plans: Plans) -> bool:

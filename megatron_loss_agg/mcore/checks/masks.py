@@ -25,7 +25,12 @@ from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
 from megatron_loss_agg.mcore.call import Call, Holders
 from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.mcore.split import SPLITS, is_by_token, layout_of, sums_of_samples
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, MicrobatchShape
+from megatron_loss_agg.microbatch import (
+    Microbatch,
+    MicrobatchOfTerms,
+    MicrobatchShape,
+    term_microbatches,
+)
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 
 _TOLERANCE = 1e-5
@@ -203,8 +208,7 @@ def is_pack_of_several(of_terms: MicrobatchOfTerms) -> bool:
 
 def _with_tokens(of_terms: MicrobatchOfTerms) -> Microbatch:
     """The microbatch of the term that says most of the split, as `token_shape` chooses it."""
-    several = list(of_terms.values()) if isinstance(of_terms, Mapping) else [of_terms]
-    several = [x if x.sequences is None else x.sequences for x in several]
+    several = [x if x.sequences is None else x.sequences for x in term_microbatches(of_terms)]
     packs = [x for x in several if x.cu_seqlens is not None]
     return (packs or several)[0]
 
@@ -231,10 +235,16 @@ def depends_on_split(
     """Whether the weights of microbatch ``i`` are right under one split alone."""
     if holders.size == 1:
         return False
-    has_tokens_with_loss = any(bool(plan.coefficients(i).any()) for plan in plans.values())
-    if not has_tokens_with_loss:
+    if not any(_has_tokens_with_loss(plan, i) for plan in plans.values()):
         return False
     return is_gathered or has_several_samples(plans, i)
+
+
+def _has_tokens_with_loss(plan: StepPlan, i: int) -> bool:
+    sequences = plan.sequences[i]
+    has_loss = bool(plan.coefficients(i).any())
+    # Of losses by sample, sequences of padding alone count, too.
+    return has_loss and (sequences is None or bool(sequences.mask_sum.any()))
 
 
 def check_tokens(
