@@ -148,11 +148,11 @@ def dp_cp_rank() -> int:
 def packing(starts: Tensor, size: int) -> PackedSeqParams:
     """Of sequences that this rank shares with ``size - 1`` others."""
     starts, longest = starts.int(), int(starts.diff().max())
-    groups = getattr(parallel_state, GROUPS.format(KIND))
+    groups, has_group = getattr(parallel_state, GROUPS.format(KIND)), size > 1 or KIND == "dynamic"
     return PackedSeqParams(
         *("thd", starts, starts, starts, starts, longest, longest),
         local_cp_size=size,
-        cp_group=groups(group_size=size) if size > 1 else None,
+        cp_group=groups(group_size=size) if has_group else None,
     )
 
 
