@@ -105,7 +105,7 @@ class Kept(Extension):
 
         def weighed() -> None:
             losses.grad = None
-            holders = x.call.groups.holders(plan.shapes[x.i])
+            holders = x.call.groups.cp_rank_in(plan.shapes[x.i])
             starts = starts_on_rank(plan, x.i, term, holders, SPLITS[0])
             own = weights_on_rank(plan, x.i, term, holders, starts)
             weighted_sum(own, losses).backward()

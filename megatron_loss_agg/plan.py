@@ -286,6 +286,11 @@ class StepPlan:
         w = self.weights(i, at_least_fp32(advantages.dtype))
         return torch.where(w != 0, advantages.to(w), 0) * w
 
+    @property
+    def microbatch_rows(self) -> Tensor:
+        """Rows of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
+        return self.rows.microbatches
+
     def sample_rows(self, i: int) -> Tensor:
         """Rows of the samples of microbatch ``i`` in the table of all ranks, int64 [samples]."""
         return self._of_microbatch(self.rows.samples, i)

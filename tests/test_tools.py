@@ -73,8 +73,8 @@ def test_the_way_of_a_call_is_counted_as_it_runs() -> None:
     *_, summary = done.stdout.splitlines()
     assert re.search(r": \d+ files, \d+ functions, \d+ calls, \d+ moves .*, \d+ classes$", summary)
     # Of two microbatches; the first step, which is checked more, is not watched.
-    assert "   1 mcore/hook.py                    LossHook._run\n" in done.stdout
-    assert "   2 mcore/hook.py                    LossHook._loss\n" in done.stdout
+    assert "   1 mcore/step.py                    Step.run\n" in done.stdout
+    assert "   2 mcore/step.py                    Step.loss\n" in done.stdout
     assert "mcore/checks/scaling.py" not in done.stdout
 
 

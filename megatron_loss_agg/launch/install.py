@@ -22,19 +22,14 @@ from megatron_loss_agg.mcore import (
     DatasetReports,
     Extension,
     LossHook,
+    MTPAggregation,
     WeightReports,
-    aggregate_mtp,
-    aggregate_routers,
-    distillation_terms,
-    distilled,
     read_batch,
     with_ids,
 )
 from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.call import STOCK, model_chunks
-from megatron_loss_agg.mcore.checks.settings import check_settings
-from megatron_loss_agg.mcore.hook import Wrapper
-from megatron_loss_agg.mcore.parts.distillation import KD
+from megatron_loss_agg.mcore.checks.before import check_settings
 
 Schedule = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
@@ -65,41 +60,37 @@ def hook_from_args(
         sft.check_flag(args, options["batch"])
         read_batch = sft.read_conversations
     extensions: list[Extension] = []
-    wrappers, settings = [], {}
+    settings = {}
     if options["report_datasets"]:
         log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
         extensions.append(DatasetReports(log_interval))
     if options["report_weights"]:
         extensions.append(WeightReports())
     if options["mtp"] != "megatron":
-        wrappers.append(_wrapper_of_mtp(options["mtp"], aggregation))
+        extensions.append(_mtp_extension(options["mtp"], aggregation))
         settings["mtp"] = options["mtp"]
-    if options["moe"] == "whole":
-        wrappers.append(aggregate_routers)
-        settings["moe"] = "whole"
     return LossHook(
-        distillation_terms(args, aggregation),
+        aggregation,
         read_batch=read_batch,
         split=options["split"] or _split_of_megatron(args),
         also=flags.aggregations_beside(args),
         extensions=extensions,
-        wrappers=wrappers,
         empty_step=options["empty_step"],
-        evaluates=_evaluates(options["evaluation"], in_training_loop),
-        prefetches=in_training_loop,
+        aggregate_evaluation=_evaluates(options["evaluation"], in_training_loop),
+        prefetch=in_training_loop,
         audit=bool(options["audit"]),
-        trusts_unmeasured=options["unmeasured"] == "trust",
+        trust_unmeasured=options["unmeasured"] == "trust",
         settings=settings,
     )
 
 
-def _wrapper_of_mtp(mode: str, aggregation: LossAggregation) -> Wrapper:
+def _mtp_extension(mode: str, aggregation: LossAggregation) -> MTPAggregation:
     """Aggregates MTP's losses in the way of the main loss, or in ``mode`` with its other options."""
     if mode == "same":
-        return aggregate_mtp
+        return MTPAggregation()
     unset: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
     of_mtp = replace(aggregation, mode=mode, **unset)
-    return functools.partial(aggregate_mtp, aggregation=of_mtp)
+    return MTPAggregation(of_mtp)
 
 
 def _evaluates(evaluation: str | None, in_training_loop: bool) -> bool:
@@ -218,8 +209,6 @@ class Plugin:
             if hook is None:
                 return schedule
             aggregated = hook.wrap(schedule)
-            if [*hook.terms][1:] == [KD]:
-                aggregated = distilled(hook, aggregated)
             return self._effect.noting(hook, aggregated)
 
         return hooked

@@ -254,14 +254,18 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     return functools.partial(read_batch, units=sorted(units)) if units else read
 
 
-def with_dataset_ids(microbatches: Sequence[MicrobatchOfTerms]) -> list[MicrobatchOfTerms]:
-    """Microbatches with ids of data sets: theirs, or `NO_DATASET` for all samples if none has any.
+def with_dataset_ids(
+    terms: Mapping[str, Term], microbatches: list[MicrobatchOfTerms]
+) -> list[MicrobatchOfTerms]:
+    """The microbatches of an evaluation, with ids of data sets if ``terms`` group by them.
 
-    Validation sets are often read one by one, and then lack ids.
+    Theirs, or `NO_DATASET` for all samples if none has any: validation sets are often read one by
+    one, and then lack ids.
     """
-    several = [x for m in microbatches for x in term_microbatches(m)]
-    if any(x.dataset_ids is not None for x in several):
-        return list(microbatches)
+    if "dataset" not in units_by_id(terms):
+        return microbatches
+    if any(x.dataset_ids is not None for m in microbatches for x in term_microbatches(m)):
+        return microbatches
 
     def changed(x: Microbatch) -> Microbatch:
         return replace(x, dataset_ids=torch.full((x.num_samples,), NO_DATASET))

@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.microbatch import MicrobatchShape
 
 
-class Holders(NamedTuple):
-    """The context-parallel ranks that hold the tokens of one microbatch."""
+class CPRank(NamedTuple):
+    """This rank's place among the context-parallel ranks that share the tokens of a microbatch."""
 
     size: int
-    rank: int  # the index of this rank among them
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -70,25 +71,25 @@ class ProcessGroups:
         return self.is_last_stage and dist.get_rank(self.tp) == 0
 
     @property
-    def planning(self) -> dist.ProcessGroup:
+    def count_group(self) -> dist.ProcessGroup:
         """The ranks that count the step together: those that have different microbatches."""
         return self.dp if self.dp_cp is None else self.dp_cp
 
     @property
-    def comparing(self) -> dist.ProcessGroup:
-        """The ranks that hold parts of the same microbatches."""
+    def split_group(self) -> dist.ProcessGroup:
+        """The ranks over which microbatches are split."""
         return self.cp if self.dp_cp is None else self.dp_cp
 
-    def holders(self, shape: MicrobatchShape) -> Holders:
-        """The context-parallel ranks of a microbatch: all of the group, or those of its own."""
+    def cp_rank_in(self, shape: MicrobatchShape) -> CPRank:
+        """This rank among those of a microbatch: all of the cp group, or the microbatch's own."""
         if self.dp_cp is None:
-            return Holders(self.cp_size, self.cp_rank)
+            return CPRank(self.cp_size, self.cp_rank)
         size = shape.local_cp_size or 1
-        return Holders(size, dist.get_rank(self.dp_cp) % size)
+        return CPRank(size, dist.get_rank(self.dp_cp) % size)
 
-    def group_of(self, holders: Holders) -> dist.ProcessGroup:
-        """The process group of several ranks that hold a microbatch."""
-        return self.cp if self.dp_cp is None else _group_of_size(holders.size)
+    def cp_group(self, size: int) -> dist.ProcessGroup:
+        """The process group of the ``size`` ranks that share a microbatch with this one."""
+        return self.cp if self.dp_cp is None else _dynamic_cp_group(size)
 
     @functools.cached_property
     def cp_size(self) -> int:
@@ -101,18 +102,20 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the schedule."""
+    """One call of Megatron's schedule under a `LossHook`."""
 
-    arguments: Mapping[str, Any]  # of the schedule, by name; with its defaults
+    arguments: Mapping[str, Any]  # the schedule's, by name, with its defaults
+    terms: Mapping[str, Term]  # the hook's when the call began
+    split: str  # how the script splits tokens over context-parallel ranks, see `split.SPLITS`
     groups: ProcessGroups
     scale: MegatronScale
-    config: Any  # of the model
-    chunks: tuple[Any, ...]  # model chunks of this rank, in their order
-    first_index: int = 0  # of the call's first microbatch in its step
-    ends_step: bool = True  # it is the step's last call
+    config: Any  # the model's
+    chunks: tuple[Any, ...]  # this rank's model chunks, in their order
+    first_index: int = 0  # of the call's microbatches in its step
+    ends_step: bool = True  # no further call belongs to the step
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Call:
+    def of(cls, arguments: Mapping[str, Any], terms: Mapping[str, Term], split: str) -> Call:
         """From the schedule's ``arguments``.
 
         Raises:
@@ -140,18 +143,19 @@ class Call:
             per_token=config.calculate_per_token_loss,
             normalized=getattr(config, "loss_is_normalized", False),
         )
-        return cls(arguments, groups, scale, config, chunks)
+        return cls(arguments, dict(terms), split, groups, scale, config, chunks)
 
     @property
     def pg_collection(self) -> Any:
-        """None: Megatron's global groups."""
+        """The script's own process groups; None if it uses Megatron's global ones."""
         return self.arguments.get("pg_collection")
 
     @functools.cached_property
     def draws_samples(self) -> bool:
-        """Whether the schedule draws the whole step as one item of samples (hybrid context parallel).
+        """Whether the schedule draws the whole step as one item of samples.
 
-        Where Megatron has the dynamic kind, the hybrid one is another name for it.
+        Megatron's hybrid context parallelism does; newer releases take its flag as an alias of the
+        dynamic kind, which draws microbatches.
         """
         is_hybrid = getattr(self.config, "hybrid_context_parallel", False)
         return bool(is_hybrid) and not getattr(self.config, "dynamic_context_parallel", False)
@@ -201,7 +205,7 @@ def innermost(model: Any) -> Any:
     return model
 
 
-def _group_of_size(size: int) -> dist.ProcessGroup:
+def _dynamic_cp_group(size: int) -> dist.ProcessGroup:
     """This rank's group of ``size`` ranks, as Megatron takes it for a microbatch that they hold."""
     from megatron.core import parallel_state
 
@@ -228,13 +232,13 @@ def _is_dynamic(config: Any) -> bool:
 
 
 def model_chunks(model: Any) -> tuple[Any, ...]:
-    """The model chunks of this rank, from what the schedule is given as its model."""
+    """This rank's model chunks, from the schedule's argument ``model``."""
     return tuple(model) if isinstance(model, list) else (model,)
 
 
 def defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that ``schedule`` has if it is called without them."""
-    # Those of a `functools.partial`, too.
+    """The default values of the arguments of ``schedule``."""
+    # A signature includes what a `functools.partial` has bound.
     parameters = inspect.signature(schedule).parameters.values()
     return {x.name: x.default for x in parameters if x.default is not x.empty}
 
@@ -253,12 +257,12 @@ def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object of Megatron's inside the context, and restore it after."""
-    is_of_instance, before = name in vars(holder), getattr(holder, name)
+    is_on_instance, before = name in vars(holder), getattr(holder, name)
     setattr(holder, name, value)
     try:
         yield
     finally:
-        if is_of_instance:
+        if is_on_instance:
             setattr(holder, name, before)
-        else:  # of its class
+        else:  # the attribute is its class's
             delattr(holder, name)

@@ -1,8 +1,9 @@
-"""The interface of users' extensions of a hook."""
+"""The way to plug in: what a hook does beside its own loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
@@ -10,24 +11,36 @@ from megatron_loss_agg.plan import StepPlan
 
 
 class Extension:
-    """Something that a hook does besides its loss; each method may be left out.
+    """Something that a hook does beside its own loss; each method may be left out.
 
-    An extension may raise, add to ``MicrobatchLoss.total`` and add reports.
+    An extension may add to the loss and to the reports, change Megatron's configuration while a call
+    runs, and raise.
     """
 
-    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
-        """On every rank, once for each step or evaluation call, after counting.
+    @contextlib.contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
+        """Entered after the step is counted, left after Megatron's schedule.
 
-        May communicate. The plans are by term; None on the pipeline stages without a loss. Plans
-        hold masks and the samples of all ranks only where batches are read (`reads_data`).
+        On every rank, for every call of the schedule that the hook aggregates: a step is one call,
+        or several, of which ``call.begins_step`` and ``call.ends_step`` tell the first and the last.
+        May communicate, since all ranks enter.
+
+        Args:
+            plans: by term; None on pipeline stages without a loss. They hold masks, and the samples
+                of all ranks, only on ranks that read batches (``call.groups.reads_data``).
+        """
+        yield
+
+    def on_loss(self, microbatch: MicrobatchLoss) -> None:
+        """Called for the loss of each microbatch, on the ranks that compute it.
+
+        Must not communicate. May change ``microbatch.total`` and add reports.
         """
 
     def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
         """Texts by label for the log's first lines, on the rank that prints them.
 
-        The plans are by term, and hold the samples of all ranks.
+        Args:
+            plans: by term, with the samples of all ranks.
         """
         return {}
-
-    def on_loss(self, microbatch: MicrobatchLoss) -> None:
-        """For the loss of each microbatch, on the ranks that compute it; must not communicate."""

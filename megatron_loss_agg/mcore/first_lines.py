@@ -56,7 +56,7 @@ def first_lines(
     if is_empty:
         later = "the first step with tokens gets such lines, too"
         rows.append(("empty", f"every token is masked or rejected; {later}"))
-    if any(call.groups.holders(x).size > 1 for x in first.shapes if x.starts is not None):
+    if any(call.groups.cp_rank_in(x).size > 1 for x in first.shapes if x.starts is not None):
         rows.append(("split", f"{split}, over context-parallel ranks"))
     rows += further
     if call.trains:
@@ -83,5 +83,5 @@ def measured_in_words(measured: float | None) -> str:
 
 def _microbatches(call: Call, plan: StepPlan) -> str:
     kind = "data-parallel" if call.groups.dp_cp is None else "data- and context-parallel"
-    ranks = number_of(dist.get_world_size(call.groups.planning), f"{kind} rank")
+    ranks = number_of(dist.get_world_size(call.groups.count_group), f"{kind} rank")
     return f"{number_of(plan.counts.microbatches, 'microbatch')} on {ranks}"

@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import DataError, HostError
-from megatron_loss_agg.mcore.batches import HOW_TO_READ
-from megatron_loss_agg.mcore.call import Call, innermost, replaced
+from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.split import (
     check_has_one_group,
     gathered,
-    is_by_token,
     same_order,
     sums_by_sequence,
 )
-from megatron_loss_agg.microbatch import MicrobatchShape, holds_integers
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
@@ -158,7 +154,7 @@ class SampleLoss:
 def _needs_hook(loss_function: str) -> HostError:
     return HostError(
         f"{loss_function} needs a hook, and was called without one. Wrap the schedule by "
-        "LossHook(...).wrap, with LossHook(evaluates=True) for evaluations."
+        "LossHook(...).wrap, with LossHook(aggregate_evaluation=True) for evaluations."
     )
 
 
@@ -179,15 +175,15 @@ class ScriptLosses:
     terms: Mapping[str, TermLosses]
     report: dict[str, Any]
     further_reports: Sequence[tuple[Report, Sequence[str]]]  # of losses and weights, of these terms
-    returned: Sequence[Any] | None = None  # by a stock loss function
     is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
+    stock_loss: Any = None  # what a stock loss function returned as its loss
+    returns_sum: bool = False  # beside a token count, which makes it a sum, not a mean
 
 
 def script_losses(
     call: Call,
     plans: Mapping[str, StepPlan],
     i: int,
-    split: str,
     loss_function: Any,
     output: Any,
 ) -> ScriptLosses:
@@ -202,7 +198,7 @@ def script_losses(
     if isinstance(loss_function, Mapping):
         parts = []
         for name, of_name in _of_terms("loss functions", loss_function, [*plans], call).items():
-            part = script_losses(call, {name: plans[name]}, i, split, of_name, output)
+            part = script_losses(call, {name: plans[name]}, i, of_name, output)
             parts.append(part)
         return ScriptLosses(
             terms={name: x for part in parts for name, x in part.terms.items()},
@@ -211,9 +207,9 @@ def script_losses(
             is_gathered=any(part.is_gathered for part in parts),
         )
     if isinstance(loss_function, TokenLoss):
-        return _of_token_loss(call, plans, i, split, loss_function, output)
+        return _of_token_loss(call, plans, i, loss_function, output)
     if isinstance(loss_function, SampleLoss):
-        return _of_sample_loss(call, plans, i, split, loss_function, output)
+        return _of_sample_loss(call, plans, i, loss_function, output)
     return _of_stock_function(plans, loss_function, output)
 
 
@@ -221,7 +217,6 @@ def _of_token_loss(
     call: Call,
     plans: Mapping[str, StepPlan],
     i: int,
-    split: str,
     loss_function: TokenLoss,
     output: Any,
 ) -> ScriptLosses:
@@ -230,7 +225,7 @@ def _of_token_loss(
     if loss_function.gather is not None:
         shape = token_shape(plans, i)
         values = loss_function.gather(output)
-        output = _for_each_tensor(lambda x: gathered(x, shape, split, call.groups), values)
+        output = _for_each_tensor(lambda x: gathered(x, shape, call), values)
     losses, report = losses_and_report(loss_function.compute(output))
     masks = loss_function.loss_mask
     if not isinstance(masks, Mapping):
@@ -252,15 +247,14 @@ def _of_sample_loss(
     call: Call,
     plans: Mapping[str, StepPlan],
     i: int,
-    split: str,
     loss_function: SampleLoss,
     output: Any,
 ) -> ScriptLosses:
     names = [*plans]
-    holders = call.groups.holders(plan_of_first_term(plans).shapes[i])
+    cp = call.groups.cp_rank_in(plan_of_first_term(plans).shapes[i])
     sequence_mask_sum = None
     if loss_function.per_token is None:
-        if holders.size > 1:
+        if cp.size > 1:
             check_has_one_group(call.groups)
             raise DataError(
                 "a SampleLoss under context parallelism needs per_token=, since each rank has a part "
@@ -279,10 +273,10 @@ def _of_sample_loss(
 
         def sums_of(x: Tensor) -> Tensor:
             check_one_loss_per_token(x, mask, "per_token of a SampleLoss")
-            return sums_by_sequence(x, mask, sequences.shape, split, holders, call.groups.cp)
+            return sums_by_sequence(x, mask, sequences.shape, call.split, cp, call.groups.cp)
 
         sums = _for_each_tensor(sums_of, loss_function.per_token(output))
-        sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, split, holders)
+        sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, call.split, cp)
         lengths = sequences.mask_sum.to(mask.device, mask.dtype)
         losses, report = losses_and_report(loss_function.compute(sums, lengths))
     terms = {}
@@ -319,8 +313,8 @@ def _of_stock_function(
     if len(names) > 1:
         raise HostError(
             f"a loss of the terms {sorted(names)} must be a TokenLoss, whose losses are a mapping of "
-            f"them, got {name_of(loss_function)}. Return TokenLoss; for Megatron's distillation wrap "
-            "the schedule by distilled(...)."
+            f"them, got {name_of(loss_function)}. Return TokenLoss; for Megatron's distillation "
+            "add the extension of examples/extensions/distillation.py."
         )
     version = _version(output)
     with torch.no_grad():
@@ -338,7 +332,13 @@ def _of_stock_function(
         )
     check_one_loss_per_token(output, mask, "the model's output")
     terms = {names[0]: TermLosses(output, _constant(mask))}
-    return ScriptLosses(terms, _mapping(returned[-1]), [], returned)
+    return ScriptLosses(
+        terms,
+        _mapping(returned[-1]),
+        further_reports=[],
+        stock_loss=returned[0],
+        returns_sum=len(returned) == 3,
+    )
 
 
 def losses_and_report(results: Any) -> tuple[Any, dict[str, Any]]:
@@ -408,108 +408,6 @@ def name_of(loss_function: Any) -> str:
     if isinstance(loss_function, functools.partial):
         return f"partial({name_of(loss_function.func)})"
     return getattr(loss_function, "__qualname__", type(loss_function).__qualname__)
-
-
-class ModelCall(NamedTuple):
-    """The arguments of a model's call."""
-
-    integers: list[Tensor] | None = None  # None: it was not called
-    packing: Any = None  # Megatron's ``packed_seq_params``; None: rows
-    labels: Any = None
-
-
-class ModelCalls:
-    """Observes the calls of a model."""
-
-    def __init__(self) -> None:
-        self._last = ModelCall()
-
-    def take(self) -> ModelCall:
-        """The last call, once."""
-        last, self._last = self._last, ModelCall()
-        return last
-
-    def observe(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        arguments = [*args, *kwargs.values()]
-        packing = next((x for x in arguments if hasattr(x, "qkv_format")), None)
-        bound = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-        integers = [x for x in arguments if holds_integers(x)]
-        self._last = ModelCall(integers, packing, bound.get("labels"))
-
-
-@contextlib.contextmanager
-def observed_calls(call: Call) -> Iterator[ModelCalls]:
-    """Observe the calls of the model chunk that computes the loss, and of its schedule's plan."""
-    model = innermost(call.chunks[-1])  # a script may call what Megatron's wrappers hold
-    calls = ModelCalls()
-
-    def of_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        calls.observe(module.forward, args, kwargs)
-
-    def of_plan(*args: Any, **kwargs: Any) -> Any:
-        calls.observe(build_plan, args, kwargs)
-        return build_plan(*args, **kwargs)
-
-    # Schedules that overlap the communication of experts call the layers by a plan.
-    build_plan: Any = getattr(model, "build_schedule_plan", None)
-    with contextlib.ExitStack() as stack:
-        handle = model.register_forward_pre_hook(of_forward, with_kwargs=True)
-        stack.callback(handle.remove)
-        if build_plan is not None:
-            stack.enter_context(replaced(model, "build_schedule_plan", of_plan))
-        yield calls
-
-
-def check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
-    """Raise DataError if the model got a pack that is not the batch's, or other ranks than planned.
-
-    Args:
-        packing: Megatron's ``packed_seq_params``, or None for rows.
-    """
-    if packing is None or packing.qkv_format != "thd":
-        return
-    shape = token_shape(plans, i)
-    local_cp_size = getattr(packing, "local_cp_size", None)
-    expected = call.groups.holders(shape).size
-    if local_cp_size not in (None, expected):
-        raise DataError(
-            f"microbatch {i} must have the {expected} context-parallel ranks that were planned, got "
-            f"local_cp_size={int(local_cp_size)} in the model's call. Set hybrid_context_parallel or "
-            "dynamic_context_parallel in the model's configuration, where samples have groups of "
-            "their own."
-        )
-    ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
-    if ignores_samples or not is_by_token(shape):
-        return
-    if shape.starts is not None:
-        _check_starts(packing, shape)
-        return
-    is_one_sample = shape.mask[0] == 1 and len(packing.cu_seqlens_q) == 2
-    if not is_one_sample:
-        raise DataError(
-            "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "
-            f"and has none. Add that key, or {HOW_TO_READ}."
-        )
-
-
-def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
-    """Raise DataError for a batch that has only the real offsets of a padded pack."""
-    assert shape.starts is not None
-    ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
-    names = ("cu_seqlens_q_padded", "cu_seqlens_q")
-    offsets = next((x for name in names if (x := getattr(packing, name, None)) is not None), None)
-    if not ends_early or offsets is None:
-        return
-    sequences, samples = offsets[:-1].cpu(), shape.starts[:-1]
-    are_as_many = len(sequences) in (len(samples), len(samples) + 1)  # one may be padding
-    if not are_as_many:
-        return
-    sequences = sequences[: len(samples)]
-    if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
-        raise DataError(
-            f"the samples of a pack must begin where the model's sequences do, {sequences.tolist()}, "
-            f"got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' beside 'cu_seqlens'."
-        )
 
 
 def _of_terms(kind: str, values: Any, names: Sequence[str], call: Call) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 _LARGE = 2.0**30
 _LEAST = torch.finfo(torch.float32).tiny
-"""The denominator of an empty call: lost beside any other, but no division by 0 without others."""
+"""The denominator of an empty call: negligible beside a real one; avoids 0/0 if every call is empty."""
 
 
 @dataclass
@@ -38,12 +38,17 @@ class MicrobatchLoss:
 
     call: Call
     plans: Mapping[str, StepPlan]
-    i: int  # of the microbatch in its step
+    i: int  # the microbatch's index in its step
     terms: Mapping[str, TermLosses]
     weights: Mapping[str, Tensor]  # in the shape of the losses
     starts: Mapping[str, Tensor | None]  # where each sample begins among them; None: rows
-    total: Tensor  # the loss, to which an extension may add
+    total: Tensor  # the loss; an extension may change it
     reports: dict[str, Any]
+    stock_loss: Any = None
+    """The loss that the script's stock loss function returned, which is compared with the masked sum
+    of the model's output after the extensions; None where there is nothing to compare. An extension
+    that accounts for it in another way compares it itself, and sets it to None.
+    """
 
     def report(self, name: str, pair: Any) -> None:
         """Add a report, such as a `pair`.
@@ -57,6 +62,12 @@ class MicrobatchLoss:
         """[2]: this rank's part of a sum over the step, as Megatron reduces it."""
         return report_pair(self.call, plan_of_first_term(self.plans), part, denominator)
 
+    def constant_pair(self, value: float) -> Tensor:
+        """[2]: a number of the whole step, of which every microbatch on every rank reports a share."""
+        call, num_microbatches = self.call, len(plan_of_first_term(self.plans).sizes)
+        ranks = call.scale.data_parallel_size * call.groups.cp_size
+        return self.pair(self.total.new_full((), value / (num_microbatches * ranks)))
+
 
 def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0) -> Tensor:
     """[2]: a part of a sum over the call, whose quotient becomes the sum."""
@@ -65,6 +76,11 @@ def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1
     weight = max(denominator, _LEAST) * _LARGE
     value = part.detach() * weight
     return torch.stack([value, torch.full_like(value, weight / pairs)])
+
+
+def aggregated_pair(call: Call, plan: StepPlan, part: Tensor) -> Tensor:
+    """[2]: a part of the aggregated loss of the call."""
+    return report_pair(call, plan, part, denominator_of(plan))
 
 
 def denominator_of(plan: StepPlan) -> float:

@@ -1,4 +1,4 @@
-"""The split of tokens over context-parallel ranks, and sums and gathers under it.
+"""The split of tokens over context-parallel ranks, and weights, sums and gathers under it.
 
 ============ ==============================================================================
 split        a rank holds
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,14 @@ from torch.nn.functional import pad
 from megatron_loss_agg.collectives import SumOverRanks, ranks_of
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import DataError, HostError
-from megatron_loss_agg.mcore.call import Holders, ProcessGroups
+from megatron_loss_agg.mcore.call import Call, CPRank, ProcessGroups
 from megatron_loss_agg.microbatch import MicrobatchShape
+from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
+from megatron_loss_agg.weighted_sum import weights_of_tokens
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.mcore.forward_step import TermLosses
 
 SPLITS = ("zigzag", "zigzag_pack", "contiguous")
 
@@ -68,13 +74,42 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     return tokens_before
 
 
-def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: ProcessGroups) -> Tensor:
+def starts_on_rank(
+    call: Call, plan: StepPlan, i: int, term: TermLosses, cp: CPRank
+) -> Tensor | None:
+    """The start of each sample of microbatch ``i`` among the tokens with losses; None: rows."""
+    shape = plan.shapes[i]
+    check_local_mask(term.mask, shape, cp.size, term.is_whole)
+    if term.is_whole:
+        return shape.starts
+    return local_starts(shape, call.split, cp.size, cp.rank)
+
+
+def weights_on_rank(
+    plan: StepPlan, i: int, term: TermLosses, cp: CPRank, starts: Tensor | None
+) -> Tensor:
+    """The weights ``m_t * c_s`` of this rank's tokens, in the shape of the losses, at least fp32.
+
+    Where every context-parallel rank has all losses, each counts its share of them.
+    """
+    coefficient_S = plan.coefficients(i)
+    if term.is_whole:
+        coefficient_S = coefficient_S / cp.size
+    mask = term.mask.reshape(-1)
+    if starts is None:
+        num_samples = plan.sizes[i]
+        mask = mask.reshape(num_samples, mask.numel() // max(num_samples, 1))
+    weights = weights_of_tokens(coefficient_S, mask, starts, at_least_fp32(term.losses.dtype))
+    return weights.view(term.losses.shape)
+
+
+def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
     """The values of all tokens of a microbatch, in the shape of its mask, from this rank's.
 
     In the backward pass a value gets the sum of the gradients of all context-parallel ranks.
     """
-    holders = groups.holders(shape)
-    expected = local_shape(shape, holders.size)
+    cp = call.groups.cp_rank_in(shape)
+    expected = local_shape(shape, cp.size)
     if not isinstance(values, Tensor) or not same_order(values.shape, expected):
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise DataError(
@@ -82,10 +117,10 @@ def gathered(values: Tensor, shape: MicrobatchShape, split: str, groups: Process
             f"{got}. Return log-probabilities, say, in that shape."
         )
     values = values.reshape(expected)
-    if holders.size == 1:
+    if cp.size == 1:
         return values
-    layout = layout_of(shape, split, holders.size, holders.rank)
-    return layout.unshard(values, groups.group_of(holders))
+    layout = layout_of(shape, call.split, cp.size, cp.rank)
+    return layout.unshard(values, call.groups.cp_group(cp.size))
 
 
 def sums_by_sequence(
@@ -93,16 +128,16 @@ def sums_by_sequence(
     mask: Tensor,
     shape: MicrobatchShape,
     split: str,
-    holders: Holders,
+    cp: CPRank,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """``sum m_t x_t`` over each sequence, [sequences]; over all ranks of ``group``, or this one.
 
     Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
     """
-    check_local_mask(mask, shape, holders.size, is_whole=False)
+    check_local_mask(mask, shape, cp.size, is_whole=False)
     products = values.double().reshape(-1).masked_fill(mask.reshape(-1) == 0, 0) * mask.reshape(-1)
-    sums = sums_of_samples(products, shape, local_starts(shape, split, holders.size, holders.rank))
+    sums = sums_of_samples(products, shape, local_starts(shape, split, cp.size, cp.rank))
     if ranks_of(group) > 1:
         sums = SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
     return sums.to(at_least_fp32(values.dtype))

@@ -104,7 +104,7 @@ class Case:
 
     def new_hook(self) -> LossHook | None:
         evaluates = bool(self.call.get("forward_only"))
-        options = {"evaluates": evaluates, **self.hook}
+        options = {"aggregate_evaluation": evaluates, **self.hook}
         return LossHook(self.terms or self.aggregation, **options) if self.hooked else None
 
     def data(self, rank: int) -> Iterator[Batch]:

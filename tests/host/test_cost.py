@@ -192,7 +192,7 @@ IN_TURN[0] += "  also:       sample_mean\n"
 
 @on_ranks_of("dp2")
 def test_an_evaluation_and_a_step_without_tokens_are_said_before_the_first_step(name: str) -> None:
-    step = Case(hook={"evaluates": True, "also": ["sample_mean"]})
+    step = Case(hook={"aggregate_evaluation": True, "also": ["sample_mean"]})
     evaluation = dataclasses.replace(step, call={"forward_only": True})
     empty = dataclasses.replace(step, places=NO_TOKENS)
     chunks, hook = models_of(TOPOLOGIES[name])(step), step.new_hook()

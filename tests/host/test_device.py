@@ -122,7 +122,7 @@ def several_steps(
 
     ``read`` puts the data iterator's tensors somewhere, and ``place`` losses and masks.
     """
-    case = replace(case, places=PLACES, hook={"evaluates": True})
+    case = replace(case, places=PLACES, hook={"aggregate_evaluation": True})
     model, returned = Model(case.per_token), []
     planning: Seen = [], []
     of_losses: list[Seen] = []
@@ -154,7 +154,7 @@ def several_steps(
         return of_step
 
     hook: Any = case.new_hook()
-    hook._check_scaling = lambda *_: None  # which needs a backward pass; all other checks are on
+    hook.measure_scaling = lambda *_: None  # which needs a backward pass; all other checks are on
     run = hook.wrap(schedule)
     # The first call that trains, and the first that evaluates, is checked more.
     for forward_only in (False, *["forward_only" in case.call] * 2):

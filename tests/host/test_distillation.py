@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_loss_agg import Term
 from megatron_loss_agg.mcore import LossHook, distillation_terms, distilled
-from megatron_loss_agg.mcore.checks.settings import check_settings
+from megatron_loss_agg.mcore.checks.before import check_settings
 from tests.host import gpt, gradients, pipeline_parallel
 from tests.host.cases import Expected, reduced
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, build_chunks, error_of, run_host_ranks
@@ -121,7 +121,7 @@ def step(
     check_settings(args, args)
     if forward_step is None:
         forward_step = script(args.logits_load_dir, args.logits_load_kd_loss_alpha)
-    hook = LossHook(distillation_terms(args, aggregation(MODE)), evaluates=True)
+    hook = LossHook(distillation_terms(args, aggregation(MODE)), aggregate_evaluation=True)
     data, options["forward_step_func"] = data_of(places, layout), forward_step
     with gpt.KeepDouble():
         return gpt.run_step(None, chunks, data, len(places[0]), schedule=hooked_by(hook), **options)

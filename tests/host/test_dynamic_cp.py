@@ -175,7 +175,7 @@ def hybrid_iterator(config: Any, places: Any) -> Any:
 
 def train_hybrid(sizes: dict[str, int], per_rank: int, expected: Expected) -> None:
     model = build(sizes, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=per_rank)
-    hooks = {mode: LossHook(aggregation(mode), evaluates=True) for mode, *_ in expected}
+    hooks = {mode: LossHook(aggregation(mode), aggregate_evaluation=True) for mode, *_ in expected}
     for step in expected:
         mode, places, _, loss, _ = step
         iterator = hybrid_iterator(model.config, places)
@@ -259,7 +259,7 @@ def test_a_loader_that_fails_in_its_wrapper_ends_the_job_with_its_error(good_ste
 
 def draws_nothing_known() -> list[str | None]:
     model = build({}, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=16)
-    hook = LossHook(aggregation("sample_mean"), evaluates=True)
+    hook = LossHook(aggregation("sample_mean"), aggregate_evaluation=True)
     samples, groups = next(hybrid_iterator(model.config, ALL))
     # As a stock script evaluates on; and as an open pull request packs the samples.
     items = (packs(ALL), packs(ALL)[:1], (iter([samples]), groups))
@@ -361,7 +361,7 @@ def train_packs(sizes: dict[str, int], table: Any, expected: Expected) -> None:
     model = build(sizes, "dynamic_context_parallel")
     for step in expected:
         mode, _, _, loss, _ = step
-        hook = LossHook(aggregation(mode), evaluates=True)
+        hook = LossHook(aggregation(mode), aggregate_evaluation=True)
         check_step(hook, model, dynamic_packs(table), step, **PACKED)
         options = {**PACKED, "forward_only": True}
         evaluated = gpt.run_step(hook, model, dynamic_packs(table), **options)
@@ -584,7 +584,7 @@ def evaluate_terms() -> str | None:
         names = ("a", "b") if rank < 2 else ("a",)
         return losses, TokenLoss(lambda x: dict.fromkeys(names, x), loss_func.args[0])
 
-    hook = LossHook({"a": aggregation("sum"), "b": aggregation("sum")}, evaluates=True)
+    hook = LossHook({"a": aggregation("sum"), "b": aggregation("sum")}, aggregate_evaluation=True)
     options = {**PACKED, "forward_step_func": step, "forward_only": True}
     return error_of(gpt.run_step, hook, model, dynamic_packs(PACKS), **options)
 

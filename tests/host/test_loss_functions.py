@@ -143,7 +143,7 @@ def in_form(name: str, iterator: Any, model: Any) -> Any:
     "mode, per_token", [("prompt_mean", False), ("prompt_mean", True), ("token_mean", True)]
 )
 def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -> None:
-    way = {"layout": "bshd", "per_token": per_token, "hook": {"evaluates": True}}
+    way = {"layout": "bshd", "per_token": per_token, "hook": {"aggregate_evaluation": True}}
     cases = {
         Case(mode, step=partial(in_form, name), places=((MANY,),), times=times, **way): name
         for name, times in product(FORMS, (1, 2))
@@ -293,7 +293,7 @@ def changed(change: Any, says: str = CHANGED, **options: Any) -> Refusal:
     return Refusal(says, two_rows(step=partial(returning, with_mask(change)), **options))
 
 
-EVALUATING = {"hook": {"evaluates": True}}
+EVALUATING = {"hook": {"aggregate_evaluation": True}}
 LATER = {"after": two_rows(**EVALUATING), **EVALUATING}
 MASKS = {
     "a changed mask": changed(

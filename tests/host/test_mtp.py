@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_loss_agg import CPLayout, Microbatch, Term
-from megatron_loss_agg.mcore import aggregate_mtp, read_batch
+from megatron_loss_agg.mcore import MTPAggregation, read_batch
 from tests.host import gpt
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES
@@ -41,20 +41,19 @@ METHOD = "compute_language_model_loss"
 
 
 def case(layout: str, per_token: bool, mode: str, masks: str = "01", **more: Any) -> Case:
-    hook = {"wrappers": [aggregate_mtp]}
+    hook = {"extensions": [MTPAggregation()]}
     way = {"layout": layout, "per_token": per_token, "masks": masks, "config": CONFIG}
     return Case(mode, **{"step": with_labels, "hook": hook, **way, **more})
 
 
 def in_mode(mode: str) -> dict[str, Any]:
     """MTP's losses in a mode of their own."""
-    wrapper = partial(aggregate_mtp, aggregation=aggregation(mode))
-    return {"hook": {"wrappers": [wrapper]}}
+    return {"hook": {"extensions": [MTPAggregation(aggregation(mode))]}}
 
 
 def mode_of_mtp(case: Case) -> str:
-    (wrapper,) = case.hook["wrappers"]
-    return wrapper.keywords["aggregation"].mode if isinstance(wrapper, partial) else case.mode
+    (extension,) = case.hook["extensions"]
+    return extension.aggregation.mode if extension.aggregation else case.mode
 
 
 def whole_texts(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
@@ -232,7 +231,7 @@ def refused(step: Any, says: str = "", cp: bool = False, **more: Any) -> Refusal
 UNMASKED = partial(with_labels, loss_mask=None)
 NOT_SHIFTED = (
     "HostError: must shift the batch's loss mask by each depth of MTP ... loss_mask= ... for packs "
-    "with the padded offsets, not the real ones, as cu_seqlens_q ... (aggregate_mtp)"
+    "with the padded offsets, not the real ones, as cu_seqlens_q ... (MTPAggregation)"
 )
 ROWS = {
     "without layers": refused(
@@ -247,7 +246,7 @@ ROWS = {
     "without labels": refused(partial(with_labels, labels=None), NOT_SHIFTED),
     "of two calls": refused(
         partial(once_more, True),
-        "HostError: got losses of [24, 24, 24, 24, 24, 24]. Call the model once ... (aggregate_mtp)",
+        "HostError: got losses of [24, 24, 24, 24, 24, 24]. Call the model once ... (MTPAggregation)",
     ),
     "besides a call without losses": refused(partial(once_more, False)),
     **(
@@ -262,7 +261,7 @@ ROWS = {
     "of losses by sample": refused(
         with_labels,
         "HostError: needs masks of tokens, got microbatches with losses by sample",
-        hook={"wrappers": [aggregate_mtp], "read_batch": by_sequence},
+        hook={"extensions": [MTPAggregation()], "read_batch": by_sequence},
     ),
     "of contiguous parts": refused(contiguous, NOT_SHIFTED, cp=True),
     "of a term that weighs nothing": refused(

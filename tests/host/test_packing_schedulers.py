@@ -129,7 +129,7 @@ def train(
         return gpt.run_step(hook, model, iterator, number, **options)
 
     for mode, (gradient, loss) in expected.items():
-        hook = LossHook(aggregation(mode), split="zigzag", evaluates=True)
+        hook = LossHook(aggregation(mode), split="zigzag", aggregate_evaluation=True)
         reports = run(hook)
         assert gradients.error(model, gradient) < EXACT, mode
         evaluated = run(hook, forward_only=True)

@@ -99,7 +99,7 @@ def run_on_each(wanted: list[Gradient]) -> None:
     model = gpt.ddp_model()
 
     def take(wrap: Callable[[Loader], Any], prefetches: bool, fetches: bool) -> None:
-        options = {"prefetches": prefetches, "evaluates": prefetches}
+        options = {"prefetch": prefetches, "aggregate_evaluation": prefetches}
         hook = LossHook(aggregation("prompt_mean"), **options)
         train = Loader()
         iterator = wrap(train)

@@ -391,9 +391,9 @@ MEAN = two_rows("token_mean")
 OPTIONS: dict[str, dict[str, Any]] = {
     "split=contiguous": {"split": "contiguous"},
     "empty_step=error": {"empty_step": "error"},
-    "evaluates=True": {"evaluates": True},
+    "aggregate_evaluation=True": {"aggregate_evaluation": True},
     "audit=True": {"audit": True},
-    "trusts_unmeasured=True": {"trusts_unmeasured": True},
+    "trust_unmeasured=True": {"trust_unmeasured": True},
     "extensions=['Idle']": {"extensions": [Idle()]},
     "mtp=same": {"settings": {"mtp": "same"}},
 }

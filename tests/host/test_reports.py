@@ -161,7 +161,7 @@ def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 
 def by_dataset(mode: str, **more: Any) -> Case:
-    hook = {"extensions": [DatasetReports()], "evaluates": True}
+    hook = {"extensions": [DatasetReports()], "aggregate_evaluation": True}
     return Case(mode, MODES[mode], batch=with_ids, **{"hook": hook, **more})
 
 
@@ -236,7 +236,7 @@ def evaluated(cases: list[Case], by_call: bool) -> list[tuple[dict[str, float], 
     topology, found = TOPOLOGIES["dp2"], []
     models = models_of(topology)
     for case in cases:
-        case = dataclasses.replace(case, hook={"evaluates": True, **case.hook})
+        case = dataclasses.replace(case, hook={"aggregate_evaluation": True, **case.hook})
         way = topology, models(case), case.new_hook(), by_call
         found.append((evaluate(case, CALLS, *way), evaluate(case, [NO_TOKENS], *way)))
     return found

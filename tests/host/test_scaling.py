@@ -40,11 +40,11 @@ def hook_with(**options: Any) -> LossHook:
 
 def step_of(hook: LossHook, model: Any, places: Any = STEP) -> Found:
     """The measurement before a step of ``model``, and the end of the step."""
-    hook._measured = None
+    hook.verified.factor = None
     data, wrapped = batches(places, "thd"), hasattr(model, "zero_grad_buffer")
     given = data if gpt.reads_data() else None
     error = error_of(gpt.run_step, hook, model, given, len(places), zero_grad=wrapped)
-    return hook._measured, error
+    return hook.verified.factor, error
 
 
 def first_step_of(model: Any, **options: Any) -> Found:
@@ -227,7 +227,7 @@ def bare(model: Any) -> Any:
 def cannot(name: str) -> str:
     return (
         f"HostError: must be measured before the first step, and that of a {name} cannot be ... "
-        "choose LossHook(trusts_unmeasured=True) (--loss-aggregation-unmeasured trust)"
+        "choose LossHook(trust_unmeasured=True) (--loss-aggregation-unmeasured trust)"
     )
 
 
@@ -254,6 +254,6 @@ def test_a_model_that_cannot_be_measured_is_refused_unless_trusted(name: str) ->
     for wrap, per_token, trust, wanted, says in UNKNOWN[name]:
         model = gpt.build(torch.float32, per_token)
         model.config.finalize_model_grads_func = None
-        measured, error = first_step_of(wrap(model), trusts_unmeasured=trust)
+        measured, error = first_step_of(wrap(model), trust_unmeasured=trust)
         assert measured == wanted
         assert_says(error, says)

@@ -368,7 +368,7 @@ def evaluated_between() -> None:
     """An evaluation whose tokens tell nothing forgets nothing."""
     gpt.initialize(cp=2)
     model = gpt.ddp_model()
-    hook = LossHook(LossAggregation(mode="sample_mean"), evaluates=True)
+    hook = LossHook(LossAggregation(mode="sample_mean"), aggregate_evaluation=True)
     step = {"forward_step_func": partial(labels_as_losses, "zigzag")}
     for batch, forward_only in ((PACK, False), (dummy(), True), (PACK, False)):
         gpt.run_step(hook, model, iter([batch]), 1, forward_only=forward_only, **step)

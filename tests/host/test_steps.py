@@ -48,7 +48,7 @@ RUN: list[tuple[bool, Places]] = [
 
 def steps_of_run(case: Case, ranks: int) -> list[Case]:
     # The audit measures more than the first step.
-    step = replace(case, hook={"evaluates": True, "audit": case.layout == "thd"})
+    step = replace(case, hook={"aggregate_evaluation": True, "audit": case.layout == "thd"})
     last = None
     for evaluates, places in RUN:
         of_ranks = places if ranks == 2 else (sum(places, ()),)

@@ -191,7 +191,7 @@ def test_every_rank_hears_of_an_empty_step(name: str) -> None:
         else "PeerError: another rank of the last"
     )
     for policy in ("skip", "error", "train"):
-        hook = LossHook(TERMS, empty_step=policy, evaluates=True)
+        hook = LossHook(TERMS, empty_step=policy, aggregate_evaluation=True)
         for place, evaluates in (((0, 1), False), ((), True), ((), False)):
             options = {"forward_step_func": forward_step, "forward_only": evaluates}
             data = Case("", places=((place,),)).data(0)

@@ -145,7 +145,7 @@ def test_flags_from_a_yaml_file_are_read() -> None:
         hook_from_args(argparse.Namespace(loss_aggregation="sum", loss_aggregation_mask="batch"))
 
 
-LOOP = {"evaluates": True, "prefetches": True}
+LOOP = {"aggregate_evaluation": True, "prefetch": True}
 DOCUMENTS = {"dataloader_inter_document_masking": True}
 # Our flags; Megatron's, in its own training loop, or None elsewhere; and what they change of the
 # arguments that the hook is made with.
@@ -157,11 +157,11 @@ CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     ("@-split zigzag", None, {"split": "zigzag"}),
     ("@-split contiguous", None, {"split": "contiguous"}),
     ("@-batch json:dumps", None, {"read_batch": json.dumps}),
-    ("@-mtp same", None, {"wrappers": [aggregate_mtp], "settings": {"mtp": "same"}}),
+    ("@-mtp same", None, {"extensions": [MTPAggregation()], "settings": {"mtp": "same"}}),
     ("@-moe whole", None, {"wrappers": [aggregate_routers], "settings": {"moe": "whole"}}),
     ("@-audit", None, {"audit": True}),
-    ("@-unmeasured trust", None, {"trusts_unmeasured": True}),
-    ("@-evaluation same", None, {"evaluates": True}),
+    ("@-unmeasured trust", None, {"trust_unmeasured": True}),
+    ("@-evaluation same", None, {"aggregate_evaluation": True}),
     ("@-evaluation megatron", None, {}),
     ("", {}, LOOP),
     # How --sft averages its reports is no business of the hook.

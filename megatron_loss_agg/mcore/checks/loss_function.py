@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.call import Call, Holders
-from megatron_loss_agg.mcore.forward_step import ScriptLosses
+from megatron_loss_agg.mcore.call import CPRank
+from megatron_loss_agg.mcore.forward_step import TermLosses
 from megatron_loss_agg.tensors import described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
 
@@ -27,7 +27,7 @@ _ROUNDING = 16
 class StockLoss(NamedTuple):
     """The result of a stock loss function, compared with the masked sum; on its device."""
 
-    function: object  # (whether it trains, `function_of`): it may do more in one of them
+    function: object  # a key that loss functions with the same code share
     fits: Tensor  # bool
     shows_factors: Tensor  # bool: a wrong factor would not fit
     loss: Tensor
@@ -40,25 +40,26 @@ def function_of(loss_function: Any) -> object:
     return getattr(loss_function, "__code__", type(loss_function))
 
 
-def compare_stock_loss(
-    call: Call, holders: Holders, loss_function: Any, losses: ScriptLosses
+def note_stock_loss(
+    cp: CPRank, function: object, stock_loss: Any, returns_sum: bool, term: TermLosses
 ) -> StockLoss | None:
-    """Waits for no device. None for what is no stock loss function, or cannot be compared."""
-    if losses.returned is None:
-        return None
-    returned = losses.returned[0]
-    if not is_plain(returned) or returned.numel() != 1:
+    """Compare the result of a stock loss function, without a wait for the device.
+
+    None for a mean over this rank's part of the tokens, which no whole mean can be compared with.
+
+    Args:
+        returns_sum: it returned a token count beside its loss, so that the loss is no mean.
+    """
+    if not is_plain(stock_loss) or stock_loss.numel() != 1:
         raise HostError(
             f"a loss function must return the masked sum, a tensor of one number, got "
-            f"{described(returned)}. Change it, or return a TokenLoss."
+            f"{described(stock_loss)}. Change it, or return a TokenLoss."
         )
-    is_sum = len(losses.returned) == 3
-    if not is_sum and holders.size > 1:
-        return None  # a mean over this rank's part of the tokens
-    (term,) = losses.terms.values()
-    loss = returned.detach().reshape(())
-    fits, shows_factors = fits_masked_sum(loss, term.losses, term.mask, may_be_mean=not is_sum)
-    return StockLoss((call.trains, function_of(loss_function)), fits, shows_factors, loss)
+    if not returns_sum and cp.size > 1:
+        return None
+    loss = stock_loss.detach().reshape(())
+    fits, shows_factors = fits_masked_sum(loss, term.losses, term.mask, may_be_mean=not returns_sum)
+    return StockLoss(function, fits, shows_factors, loss)
 
 
 def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
@@ -66,8 +67,6 @@ def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
 
     Waits for the device.
     """
-    if not results:
-        return set()
     columns = [(x.fits.double(), x.shows_factors.double(), x.loss.double()) for x in results]
     numbers = torch.stack([torch.stack(column) for column in columns]).tolist()
     for fits, _, loss in numbers:
@@ -75,7 +74,8 @@ def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
             raise HostError(
                 "a loss function must return the masked sum of the model's losses or their mean, since "
                 f"its reduction is replaced, got {loss:.6g}. Drop its own factors and divisions, or "
-                "return a TokenLoss; for Megatron's distillation wrap the schedule by distilled(...)."
+                "return a TokenLoss; for Megatron's distillation add the extension of "
+                "examples/extensions/distillation.py."
             )
     return {x.function for x, (_, shows, _) in zip(results, numbers, strict=True) if shows}
 

@@ -32,7 +32,7 @@ _TOKENS = 2
 """Per microbatch and rank: with 1, a lone microbatch hides a missing division."""
 _PER_RANK = 128
 """Parameter elements per rank: the shard alignment of the distributed optimizer."""
-_TRUST = "LossHook(trusts_unmeasured=True) (--loss-aggregation-unmeasured trust)"
+_TRUST = "LossHook(trust_unmeasured=True) (--loss-aggregation-unmeasured trust)"
 
 _TURNED_OFF = {
     None: "timers grad_scale_func no_sync_func grad_sync_func param_sync_func mtp_num_layers "
@@ -48,7 +48,7 @@ _TURNED_OFF = {
 """Settings to disable in the tiny model's copy of the configurations, grouped by their "off" value."""
 
 
-def check_scaling(call: Call, trusts_unmeasured: bool) -> float | None:
+def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
     """Measure Megatron's scaling of a training call. All ranks must call; if one raises, all do.
 
     Returns:
@@ -59,7 +59,7 @@ def check_scaling(call: Call, trusts_unmeasured: bool) -> float | None:
     """
     wrap = wrapper_of(call)
     if wrap is None:
-        if trusts_unmeasured:
+        if trust_unmeasured:
             return None
         raise HostError(
             f"Megatron's averaging must be measured before the first step, and that of a "
@@ -71,7 +71,7 @@ def check_scaling(call: Call, trusts_unmeasured: bool) -> float | None:
     if abs(measured - 1) <= _TOLERANCE:  # NaN is not
         return measured
     finalize: Any = call.config.finalize_model_grads_func
-    if finalize is None and trusts_unmeasured:
+    if finalize is None and trust_unmeasured:
         return None
     from megatron.core import __version__
 

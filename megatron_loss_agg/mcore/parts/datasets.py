@@ -14,7 +14,8 @@ rank reports its part of a quotient by `report_pair`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,7 +95,13 @@ class DatasetReports(Extension):
         # By `Call.trains`: an evaluation may come between the calls of a step.
         self._reported: dict[bool, _Reported] = {}
 
-    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
+    @contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
+        if call.begins_step:
+            self._prepare(call, plans)
+        yield
+
+    def _prepare(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
         if call.trains:
             with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=self._steps == 0):
                 _check_ids(plans)
@@ -132,7 +139,7 @@ class DatasetReports(Extension):
         if first in microbatch.terms:
             term = microbatch.terms[first]
             shape = plans[first].shapes[microbatch.i]
-            share = 1 / call.groups.holders(shape).size if term.is_whole else 1.0
+            share = 1 / call.groups.cp_rank_in(shape).size if term.is_whole else 1.0
             mask = term.mask * share
             for d, part in _sums_on_rank(microbatch, reported.ids, first, mask).items():
                 mask_sum = reported.sums_of(first, d).mask_sum

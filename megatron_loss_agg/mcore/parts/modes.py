@@ -1,4 +1,4 @@
-"""Reports of the loss under further modes, beside the one that is trained on.
+"""Reports of the loss under further modes beside the trained one, and of the weights themselves.
 
 Each has coefficients of its own, from the same counts of the step, and costs one more weighted sum
 of the same losses, without a gradient.
@@ -6,8 +6,10 @@ of the same losses, without a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +17,6 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import (
     LossAggregation,
     Term,
-    Unit,
     aggregation_named,
     units_read,
 )
@@ -27,12 +28,11 @@ from megatron_loss_agg.counting import (
     coefficients,
     counts_of,
 )
-from megatron_loss_agg.describe import plural
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.local_weights import weights_on_rank
-from megatron_loss_agg.mcore.reports import MicrobatchLoss, denominator_of, report_pair
+from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair
+from megatron_loss_agg.mcore.split import weights_on_rank
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -52,7 +52,7 @@ class ModeReports(Extension):
     whose batches lack the ids that a mode needs has no report of it.
 
     Args:
-        aggregations: as of `aggregations_beside`.
+        aggregations: as of `also_aggregations`.
 
     Raises:
         DataError: in a training step: a microbatch without ids that a mode needs.
@@ -64,14 +64,18 @@ class ModeReports(Extension):
         self._plans: dict[bool, list[StepPlan]] = {}
         self._has_trained = False
 
-    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
-        is_first = call.trains and not self._has_trained
-        with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=is_first):
-            if plans is not None:
-                self._plans[call.trains] = self._plans_of(call, plan_of_first_term(plans))
-        self._has_trained |= call.trains
+    @contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
+        if call.begins_step:
+            is_first = call.trains and not self._has_trained
+            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=is_first):
+                if plans is not None:
+                    first = plan_of_first_term(plans)
+                    self._plans[call.trains] = self._reported_plans(call, first)
+            self._has_trained |= call.trains
+        yield
 
-    def _plans_of(self, call: Call, plan: StepPlan) -> list[StepPlan]:
+    def _reported_plans(self, call: Call, plan: StepPlan) -> list[StepPlan]:
         """The plan of the step in every mode that is reported, on every tensor-parallel rank."""
         reported = [agg for agg in self._aggregations if _has_ids(plan, agg)]
         if call.trains and len(reported) < len(self._aggregations):
@@ -85,13 +89,13 @@ class ModeReports(Extension):
         if name not in microbatch.terms:  # an evaluation may lack terms
             return
         term, starts = microbatch.terms[name], microbatch.starts[name]
-        holders = call.groups.holders(first.shapes[i])
-        of_term = "" if name == first.aggregation.label else f"{name} "
+        cp = call.groups.cp_rank_in(first.shapes[i])
+        prefix = "" if name == first.aggregation.label else f"{name} "
         for plan in self._plans[call.trains]:
-            weights = weights_on_rank(plan, i, term, holders, starts)
+            weights = weights_on_rank(plan, i, term, cp, starts)
             part = weighted_sum_unchecked(weights, term.losses)
-            pair = report_pair(call, plan, part, denominator_of(plan))
-            microbatch.report(f"{of_term}{plan.aggregation.label} loss", pair)
+            pair = aggregated_pair(call, plan, part)
+            microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
 
     def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
         """The modes, and which of them and the loss's own are equal on this step."""
@@ -103,7 +107,7 @@ class ModeReports(Extension):
         return {**lines, "equal": "; ".join(equal)} if equal else lines
 
 
-def aggregations_beside(
+def also_aggregations(
     also: Sequence[str | LossAggregation], terms: Mapping[str, Term]
 ) -> list[LossAggregation]:
     """The aggregations of ``LossHook(also=)``.
@@ -123,7 +127,8 @@ def aggregations_beside(
         )
     first = next(iter(terms.values())).aggregation
     aggregations = [
-        _beside(first, x if isinstance(x, LossAggregation) else aggregation_named(x)) for x in also
+        _inherit_options(first, x if isinstance(x, LossAggregation) else aggregation_named(x))
+        for x in also
     ]
     labels = [first.label, *(agg.label for agg in aggregations)]
     if repeated := sorted({x for x in labels if labels.count(x) > 1}):
@@ -142,7 +147,7 @@ def aggregations_beside(
     return aggregations
 
 
-def _beside(first: LossAggregation, agg: LossAggregation) -> LossAggregation:
+def _inherit_options(first: LossAggregation, agg: LossAggregation) -> LossAggregation:
     """``agg``, with the first term's options for samples where it leaves them open."""
     options = {
         name: getattr(first, name)
@@ -171,7 +176,7 @@ def replanned(
 ) -> list[StepPlan]:
     """``plan`` under other aggregations of its samples, on every tensor-parallel rank."""
 
-    def of_samples() -> list[tuple[Tensor, StepCounts]]:
+    def replan() -> list[tuple[Tensor, StepCounts]]:
         """The coefficients of this rank's samples, and the counts of the step."""
         assert plan.samples is not None  # of a rank that reads data
         results = []
@@ -182,7 +187,7 @@ def replanned(
             results.append((c_S[plan.rows.samples], counts))
         return results
 
-    results = broadcast_result(of_samples, call.groups.tp, 0)
+    results = broadcast_result(replan, call.groups.tp, 0)
     return [
         replace(plan, aggregation=agg, coefficient_S=c_S, counts=counts)
         for agg, (c_S, counts) in zip(aggregations, results, strict=True)
@@ -190,40 +195,85 @@ def replanned(
 
 
 def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]:
-    """Sentences on modes that weigh all samples as one before them does."""
-    by_sample = [coefficients(agg, samples)[0] for agg in modes]
+    """Sentences on modes that weigh all samples as an earlier one does."""
+    mode_coefficients = [coefficients(agg, samples)[0] for agg in modes]
     sentences = []
     for i, agg in enumerate(modes):
-        for other, c_S in zip(modes[:i], by_sample, strict=False):
-            if torch.allclose(by_sample[i], c_S, rtol=_SAME, atol=0.0):
-                reason = _reason(agg, other, samples)
-                because = f": {reason}" if reason else ""
-                sentences.append(f"{agg.label} equals {other.label}{because}")
+        for other, c_S in zip(modes[:i], mode_coefficients, strict=False):
+            if torch.allclose(mode_coefficients[i], c_S, rtol=_SAME, atol=0.0):
+                sentences.append(f"{agg.label} equals {other.label}")
                 break
     return sentences
 
 
-def _reason(agg: LossAggregation, other: LossAggregation, samples: Samples) -> str:
-    """A fact of the samples that makes two modes equal; empty for any other."""
-    units = sorted((agg.units | other.units) - {"all"})
-    groups = [samples.groups(unit) for unit in units]
-    words = [_word(unit) for unit in units]
-    if len(units) == 2 and torch.equal(*(_first_rows(x.group_S) for x in groups)):
-        return f"each {words[0]} is one {words[1]}"
-    sums = [x.sums(samples.mask_sum) for x in groups]
-    if len(units) == 1 and len(sums[0]) == 1:
-        return f"there is one {words[0]}"
-    if units and all(bool((x == x[0]).all()) for x in sums):
-        return f"all {' and '.join(map(plural, words))} have as many tokens"
-    return ""
+class Unevenness(NamedTuple):
+    """The unevenness of samples' weights, ``W_s = c_s * M_s``."""
+
+    effective_samples: float
+    """``(sum W)^2 / sum W^2``, the effective sample size."""
+    longest_tenth: float
+    """The share of ``sum W`` on the tenth of the samples with the most tokens."""
+
+    @classmethod
+    def of(cls, mask_sum_S: Tensor, coefficient_S: Tensor) -> Unevenness:
+        """Counts samples with a weight alone; 0 and 0 without any.
+
+        Samples of equal length at the boundary of the longest tenth are split evenly.
+        """
+        weight_S = mask_sum_S * coefficient_S
+        is_weighed_S = weight_S != 0
+        weight_S, mask_sum_S = weight_S[is_weighed_S], mask_sum_S[is_weighed_S]
+        total = weight_S.sum()
+        if not len(weight_S) or total == 0:
+            return cls(0.0, 0.0)
+        lengths_L, length_S = torch.unique(mask_sum_S, return_inverse=True)  # in rising order
+        number_L = torch.bincount(length_S, minlength=len(lengths_L)).double().flip(0)
+        weight_L = weight_S.new_zeros(len(lengths_L)).index_add_(0, length_S, weight_S).flip(0)
+        longer_L = number_L.cumsum(0) - number_L
+        share_L = ((0.1 * len(weight_S) - longer_L) / number_L).clamp(0, 1)
+        return cls(
+            float(total.square() / weight_S.square().sum()),
+            float((share_L * weight_L).sum() / total),
+        )
 
 
-def _word(unit: Unit) -> str:
-    return "data set" if unit == "dataset" else unit
+class WeightReports(Extension):
+    """Adds ``effective samples`` and ``weight of longest tenth``, of each training step.
+
+        hook = LossHook(LossAggregation(mode="token_mean"), extensions=[WeightReports()])
+
+    Both are of the whole step, and of the first term of several; see `Unevenness`.
+    """
+
+    def __init__(self) -> None:
+        self._unevenness = Unevenness(0.0, 0.0)
+
+    @contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
+        if call.begins_step and call.trains and plans is not None:
+            plan = plan_of_first_term(plans)
+            self._unevenness = broadcast_result(lambda: _unevenness(plan), call.groups.tp, 0)
+        yield
+
+    def on_loss(self, microbatch: MicrobatchLoss) -> None:
+        if microbatch.call.trains:
+            effective_samples, longest_tenth = map(microbatch.constant_pair, self._unevenness)
+            microbatch.report("effective samples", effective_samples)
+            microbatch.report("weight of longest tenth", longest_tenth)
+
+    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
+        plan = plan_of_first_term(plans)
+        if plan.is_empty:
+            return {}
+        effective_samples, longest_tenth = _unevenness(plan)
+        return {
+            "weighed": f"{effective_samples:.4g} effective samples, {longest_tenth:.1%} of the weight "
+            "on the longest tenth"
+        }
 
 
-def _first_rows(group_S: Tensor) -> Tensor:
-    """For each sample, the first one of its group: alike for the same groups, however numbered."""
-    rows = torch.arange(len(group_S))
-    first_G = rows.new_full((int(group_S.max()) + 1 if len(group_S) else 0,), len(group_S))
-    return first_G.scatter_reduce(0, group_S, rows, "amin")[group_S]
+def _unevenness(plan: StepPlan) -> Unevenness:
+    """Of the samples of all ranks, on a rank that reads them."""
+    assert plan.samples is not None
+    coefficient_S, _ = coefficients(plan.aggregation, plan.samples)
+    return Unevenness.of(plan.samples.mask_sum, coefficient_S)

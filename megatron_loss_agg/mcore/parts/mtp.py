@@ -19,9 +19,9 @@ Suffix: ``_T`` this rank's tokens of a microbatch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,109 +31,99 @@ from megatron_loss_agg.collectives import broadcast_result, failing_together
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.masks import brought_to_cpu, shifted
 from megatron_loss_agg.mcore.call import Call, replaced
-from megatron_loss_agg.mcore.checks.settings import check_schedule
-from megatron_loss_agg.mcore.forward_step import merged_reports
+from megatron_loss_agg.mcore.checks.before import check_schedule
+from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.parts.modes import replanned
-from megatron_loss_agg.mcore.reports import report_pair
+from megatron_loss_agg.mcore.reports import MicrobatchLoss, report_pair
 from megatron_loss_agg.mcore.split import layout_of, local_starts
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
 from megatron_loss_agg.weighted_sum import weighted_sum, weights_of_tokens
 
-if TYPE_CHECKING:
-    from megatron_loss_agg.mcore.hook import LossHook
-
 _METHOD = "compute_language_model_loss"
-_FLAG = "--loss-aggregation-mtp (aggregate_mtp)"
+_FLAG = "--loss-aggregation-mtp (MTPAggregation)"
 _ANOTHER_RANK_FAILED = (
     "another rank cannot aggregate the losses of MTP. Fix the error of that rank first."
 )
 
 
-def aggregate_mtp(
-    hook: LossHook, schedule: Callable[..., Any], aggregation: LossAggregation | None = None
-) -> Callable[..., Any]:
-    """A schedule that adds MTP's losses in training, with the weights of the hook's first term.
+class MTPAggregation(Extension):
+    """Adds MTP's losses in training, with the weights of the hook's first term.
 
-        hook = LossHook(LossAggregation(mode="prompt_mean"), wrappers=[aggregate_mtp])
+        hook = LossHook(LossAggregation(mode="prompt_mean"), extensions=[MTPAggregation()])
 
     Reports get ``"mtp_1 <first term> loss"`` and so on: the weighted sum of each depth, without
     ``f / D``. ``"loss"``, of a hook of several terms, includes MTP's part.
 
     Args:
         aggregation: of MTP's losses, if not that of the first term, whose samples and multiplier
-            they keep: ``wrappers=[functools.partial(aggregate_mtp, aggregation=...)]``. The reports
-            have its label in place of the first term's name.
+            they keep. The reports have its label in place of the first term's name.
 
     Raises:
-        HostError: when called: a model without MTP layers, or one that shifts other masks.
-        OptionError: when called: the first term has multiplier 0.
-        DataError: when called: batches without the ids that ``aggregation`` needs.
+        HostError: in a call: a model without MTP layers, or one that shifts other masks.
+        OptionError: in a call: the first term has multiplier 0.
+        DataError: in a call: batches without the ids that ``aggregation`` needs.
     """
-    is_first = True  # call that trains
 
-    @functools.wraps(schedule)
-    def aggregated(**arguments: Any) -> Any:
-        nonlocal is_first
-        call = hook.call
-        if call is None or not call.trains:
-            return schedule(**arguments)
+    def __init__(self, aggregation: LossAggregation | None = None) -> None:
+        self.aggregation = aggregation
+        self._has_planned = False
+        self._label = ""
+        self._plan: StepPlan | None = (
+            None  # MTP's of the running step; None on stages without a loss
+        )
+        self._masks: dict[int, list[Tensor]] = {}  # by microbatch of the running call, see `_masks`
+        self._losses = MTPLosses(0)
+
+    @contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
+        if not call.trains:
+            yield
+            return
         check_schedule(call, _FLAG)
-        name, term = next(iter(hook.terms.items()))
         depths = number_of_depths(call.config)
+        name, term = next(iter(call.terms.items()))
         _check_multiplier(name, term)
-        plan, label = None if hook.plans is None else hook.plans[name], name
-        if aggregation is not None:
-            label, groups = aggregation.label, call.groups
-            of_model = [groups.planning, groups.comparing, groups.pp]
-            with failing_together(of_model, _ANOTHER_RANK_FAILED, when=is_first):
-                if plan is not None:
-                    (plan,) = replanned(call, plan, [aggregation])
-            is_first = False
-        if plan is None:
-            return schedule(**arguments)
-        masks = _masks_on_rank(call, plan, hook.split, depths)
-        losses = MTPLosses(depths)
-        hooked_step, forward_steps = arguments["forward_step_func"], 0
-
-        def loss(i: int, loss_function: Callable[..., Any], output: Any) -> tuple[Any, ...]:
-            """The results of the hook's loss function for microbatch ``i``, with MTP's part."""
-            scaled, *number_of_tokens, report = loss_function(output)
-            masks_of_depths = [moved(x, scaled.device) for x in masks[i]]
-            losses_of_depths = losses.take(masks_of_depths)
-            sums = []
-            for mask_T, losses_T in zip(masks_of_depths[1:], losses_of_depths, strict=True):
-                w_T = _weights(call, plan, i, hook.split, mask_T, at_least_fp32(losses_T.dtype))
-                sums.append(weighted_sum(w_T.view(-1), losses_T))
-            factor = term.multiplier * call.config.mtp_loss_scaling_factor / depths
-            part = factor * torch.stack(sums).sum()
-            pairs = {
-                f"mtp_{depth} {label} loss": report_pair(call, plan, x)
-                for depth, x in enumerate(sums, start=1)
-            }
-            report = merged_reports(report, pairs)
-            if hook.reports_total:
-                total, count = report["loss"]
-                report["loss"] = torch.stack([total + report_pair(call, plan, part)[0], count])
-            scaled = scaled + part * call.scale.inverse(plan.counts.model_tokens)
-            return scaled, *number_of_tokens, report
-
-        def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            nonlocal forward_steps
-            output, loss_function = hooked_step(*args, **kwargs)
-            model = args[1] if len(args) > 1 else kwargs.get("model")
-            if len(call.chunks) > 1 and model is not call.chunks[-1]:
-                return output, loss_function
-            i = call.first_index + forward_steps
-            forward_steps += 1
-            return output, functools.partial(loss, i, loss_function)
-
+        if call.begins_step:
+            self._label = name
+            self._plan = None if plans is None else plans[name]
+            if self.aggregation is not None:
+                self._label = self.aggregation.label
+                self._plan = self._replanned(call, self.aggregation)
+        if self._plan is None:
+            yield
+            return
+        self._masks = _masks_on_rank(call, self._plan, depths)
+        self._losses = losses = MTPLosses(depths)
         with losses.kept(call.chunks[-1]):
-            result = schedule(**{**arguments, "forward_step_func": forward_step})
+            yield
         losses.check_masks()
-        return result
 
-    return aggregated
+    def _replanned(self, call: Call, aggregation: LossAggregation) -> StepPlan | None:
+        """The plan of the step in a mode of MTP's own."""
+        groups, plan = call.groups, self._plan
+        model_groups = [groups.count_group, groups.split_group, groups.pp]
+        with failing_together(model_groups, _ANOTHER_RANK_FAILED, when=not self._has_planned):
+            if plan is not None:
+                (plan,) = replanned(call, plan, [aggregation])
+        self._has_planned = True
+        return plan
+
+    def on_loss(self, microbatch: MicrobatchLoss) -> None:
+        call, i, plan = microbatch.call, microbatch.i, self._plan
+        if not call.trains:
+            return
+        assert plan is not None  # on a rank that computes losses
+        masks = [moved(x, microbatch.total.device) for x in self._masks[i]]
+        sums = []
+        for mask_T, losses_T in zip(masks[1:], self._losses.take(masks), strict=True):
+            w_T = _weights(call, plan, i, mask_T, at_least_fp32(losses_T.dtype))
+            sums.append(weighted_sum(w_T.view(-1), losses_T))
+        multiplier = next(iter(call.terms.values())).multiplier
+        factor = multiplier * call.config.mtp_loss_scaling_factor / len(sums)
+        microbatch.total = microbatch.total + factor * torch.stack(sums).sum()
+        for depth, x in enumerate(sums, start=1):
+            microbatch.report(f"mtp_{depth} {self._label} loss", report_pair(call, plan, x))
 
 
 def number_of_depths(config: Any) -> int:
@@ -258,7 +248,7 @@ def _check_multiplier(name: str, term: Term) -> None:
         )
 
 
-def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[int, list[Tensor]]:
+def _masks_on_rank(call: Call, plan: StepPlan, depths: int) -> dict[int, list[Tensor]]:
     """By microbatch of the call: this rank's part of the mask, shifted by 0 and by each depth."""
     indices = range(call.first_index, call.first_index + call.scale.num_microbatches)
     if any(plan.sequences[i] is not None for i in indices):
@@ -268,22 +258,20 @@ def _masks_on_rank(call: Call, plan: StepPlan, split: str, depths: int) -> dict[
             "flag."
         )
 
-    def of_plan() -> list[Tensor]:
-        """The whole masks, on tensor-parallel rank 0."""
+    def whole_masks() -> list[Tensor]:
+        """Those of the plan, which tensor-parallel rank 0 has."""
         microbatches = brought_to_cpu([plan.microbatches[i] for i in indices])
         return [m.loss_mask for m in microbatches]
 
     masks = {}  # copies: the forward steps may write into the batch's own
-    for i, mask in zip(indices, broadcast_result(of_plan, call.groups.tp, 0), strict=True):
+    for i, mask in zip(indices, broadcast_result(whole_masks, call.groups.tp, 0), strict=True):
         shape, groups = plan.shapes[i], call.groups
-        layout = layout_of(shape, split, groups.cp_size, groups.cp_rank)
+        layout = layout_of(shape, call.split, groups.cp_size, groups.cp_rank)
         masks[i] = [layout.shard(shifted(mask, shape.starts, d)) for d in range(depths + 1)]
     return masks
 
 
-def _weights(
-    call: Call, plan: StepPlan, i: int, split: str, mask_T: Tensor, dtype: torch.dtype
-) -> Tensor:
+def _weights(call: Call, plan: StepPlan, i: int, mask_T: Tensor, dtype: torch.dtype) -> Tensor:
     """Mask times the samples' coefficients, in the shape of ``mask_T``."""
-    starts = local_starts(plan.shapes[i], split, call.groups.cp_size, call.groups.cp_rank)
+    starts = local_starts(plan.shapes[i], call.split, call.groups.cp_size, call.groups.cp_rank)
     return weights_of_tokens(plan.coefficients(i), mask_T, starts, dtype)

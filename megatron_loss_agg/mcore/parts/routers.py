@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.mcore.call import Call, replaced
-from megatron_loss_agg.mcore.checks.settings import check_schedule
+from megatron_loss_agg.mcore.checks.before import check_schedule
 from megatron_loss_agg.plan import plan_of_first_term
 
 if TYPE_CHECKING:

@@ -1,0 +1,461 @@
+"""Compares the tokens that a model is called with with those of the batches that were counted.
+
+In the first step they verify the declared split over context-parallel ranks, and the order of the
+microbatches. While the compared tokens fit several splits, microbatches whose weights depend on one
+go on being compared. Padding is not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.collectives import broadcast_result, gather_objects
+from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
+from megatron_loss_agg.mcore.call import Call, innermost, replaced
+from megatron_loss_agg.mcore.checks.before import check_logits_are_split
+from megatron_loss_agg.mcore.checks.sums import other_batches
+from megatron_loss_agg.mcore.split import SPLITS, is_by_token, layout_of
+from megatron_loss_agg.microbatch import (
+    Microbatch,
+    MicrobatchOfTerms,
+    MicrobatchShape,
+    holds_integers,
+    term_microbatches,
+)
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
+
+
+class TokenNotes:
+    """The tokens of one step: of its batches, and of the model's calls.
+
+    Args:
+        is_first_step: note every microbatch; else those alone that depend on what is still open.
+        splits: that fit the tokens of all earlier steps; None if none were compared.
+        gathers: losses of an earlier step were gathered in the order of the split.
+    """
+
+    def __init__(self, is_first_step: bool, splits: set[str] | None, gathers: bool) -> None:
+        self._is_first_step = is_first_step
+        self._splits = splits
+        self._gathers = gathers
+        self._whole: dict[int, _WholeTokens] = {}  # by microbatch; empty on ranks that read none
+        self._inputs: dict[
+            int, Sequence[Tensor] | None
+        ] = {}  # the model's; None: it was not called
+
+    def note_batch(self, i: int, microbatch: MicrobatchOfTerms, batch: Any = None) -> None:
+        """Copy the tokens of microbatch ``i``, once.
+
+        Args:
+            batch: that was drawn for it; None where the microbatch did not come from a batch.
+        """
+        if i not in self._whole and self._is_open_for(_token_microbatch(microbatch).cu_seqlens):
+            self._whole[i] = _WholeTokens.of(microbatch, batch)
+
+    def may_differ(self, call: Call, plans: Mapping[str, StepPlan]) -> bool:
+        """Whether the step may decide between splits that earlier tokens fit; alike on all ranks."""
+        if self._is_first_step:
+            return True
+        if call.groups.dp_cp is not None:  # ranks have other microbatches
+            has_packs = any(x.counts.all_samples > x.counts.microbatches for x in plans.values())
+            return self._gathers or has_packs
+        microbatches = range(len(plan_of_first_term(plans).sizes))
+        return any(self._is_open_for(token_shape(plans, i).starts) for i in microbatches)
+
+    def _is_open_for(self, offsets: Tensor | None) -> bool:
+        """Whether the split of a microbatch with these offsets is open, and its weights depend on it.
+
+        Both kinds of zigzag are one for rows, though not for a pack with a tail of padding.
+        """
+        if self._is_first_step:
+            return True
+        if offsets is None:
+            return self._gathers and "contiguous" in (self._splits or SPLITS)
+        return self._gathers or len(offsets) > 2
+
+    @contextlib.contextmanager
+    def observing(self, call: Call, plans: Mapping[str, StepPlan], i: int) -> Iterator[None]:
+        """Note the inputs of the model's call for microbatch ``i``, and check how it was packed.
+
+        Raises:
+            DataError: the model got another pack, or other ranks, than the batch.
+            HostError: it gathers its logits and computes its loss.
+        """
+        with _observed_calls(call) as calls:
+            yield
+        last = calls[-1] if calls else _ModelCall()
+        self._inputs[i] = last.integers
+        _check_packing(call, last.packing, plans, i)
+        if last.labels is not None:
+            check_logits_are_split(call)
+
+    def compare(
+        self,
+        call: Call,
+        plans: Mapping[str, StepPlan],
+        dependent: Collection[int],
+        is_declared: bool,
+    ) -> set[str] | None:
+        """Raise unless each rank's model was called with its part of the planned tokens.
+
+        On all ranks of the last stage; the tensor-parallel ranks that read batches compare.
+
+        Args:
+            dependent: microbatches whose weights are right under one split alone.
+            is_declared: the user or the launcher has said that the split is ``call.split``.
+
+        Returns:
+            the splits that fit all tokens compared in this step and earlier; None if none were.
+
+        Raises:
+            DataError: another split, or other microbatches.
+        """
+        rows = plan_of_first_term(plans).microbatch_rows.tolist()
+        numbers = {row: i for i, row in enumerate(rows)}  # this rank's microbatches
+
+        def findings() -> _RankFindings:
+            whole = self._whole
+            return _RankFindings(
+                {rows[i]: _shared_values(plans, i, x.shape) for i, x in whole.items()},
+                {
+                    rows[i]: _finding(call, whole, i, x)
+                    for i, x in self._inputs.items()
+                    if i in whole
+                },
+                {rows[i] for i in dependent},
+                {rows[i] for i, x in whole.items() if call.groups.cp_rank_in(x.shape).size > 1},
+            )
+
+        def compare_findings() -> set[str] | None:
+            ranks = gather_objects(findings, call.groups.split_group, "comparing tokens")
+            splits = {}
+            for row in sorted({row for rank in ranks for row in rank.splits}):
+                sharing = [rank for rank in ranks if row in rank.shared]
+                for name, x in sharing[0].shared[row].items():
+                    if any(rank.shared[row][name] != x for rank in sharing):
+                        raise other_batches(name)
+                row_findings = [rank.splits.get(row) for rank in sharing]
+                i = numbers.get(row, row)
+                splits[row] = _common_splits(i, [x for x in row_findings if x is not None])
+            are_split = {row for rank in ranks for row in rank.are_split}
+            compared = [x for row, x in splits.items() if x is not None and row in are_split]
+            fitting = set.intersection(*compared) if compared else None
+            if self._splits is not None and fitting is not None:
+                fitting &= self._splits
+            for row in sorted({row for rank in ranks for row in rank.dependent}):
+                row_splits = splits.get(row)
+                if row_splits is None:
+                    row_splits = self._splits if fitting is None else fitting
+                check_split(numbers.get(row, row), row_splits, call.split, is_declared)
+            return self._splits if fitting is None else fitting
+
+        return broadcast_result(compare_findings, call.groups.tp, 0, "comparing tokens")
+
+
+def dependent_microbatches(
+    call: Call, plans: Mapping[str, StepPlan], gathered: Collection[int]
+) -> list[int]:
+    """The step's microbatches whose weights are right under one split alone.
+
+    Args:
+        gathered: those whose losses were gathered in the order of the split.
+    """
+    indices = range(len(plan_of_first_term(plans).sizes))
+    return [i for i in indices if _depends_on_split(call, plans, i, i in gathered)]
+
+
+def _depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gathered: bool) -> bool:
+    shape = plan_of_first_term(plans).shapes[i]
+    if call.groups.cp_rank_in(shape).size == 1:
+        return False
+    has_tokens_with_loss = any(_has_tokens_with_loss(plan, i) for plan in plans.values())
+    return has_tokens_with_loss and (is_gathered or _has_several_samples(plans, i))
+
+
+def _has_tokens_with_loss(plan: StepPlan, i: int) -> bool:
+    sequences = plan.sequences[i]
+    has_loss = bool(plan.coefficients(i).any())
+    # A loss by sample may be of padding alone, which no split makes wrong.
+    return has_loss and (sequences is None or bool(sequences.mask_sum.any()))
+
+
+def _has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
+    """Whether microbatch ``i`` is a pack of several samples.
+
+    The mask sum of a lone sample shows a wrong split by itself.
+    """
+    starts = token_shape(plans, i).starts
+    return starts is not None and len(starts) > 2
+
+
+def check_split(i: int, fitting: Collection[str] | None, split: str, is_declared: bool) -> None:
+    """Raise DataError unless the declared split, on which microbatch ``i`` depends, fits.
+
+    Args:
+        fitting: the splits that fit the compared tokens; None if none were compared.
+    """
+    if fitting is None and not is_declared:
+        raise DataError(
+            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
+            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
+            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
+        )
+    if fitting is None or split in fitting:
+        return
+    if not fitting:
+        raise DataError(
+            f"microbatch {i} must be split over context-parallel ranks as one of {', '.join(SPLITS)}, "
+            "got tokens that are no part of the batch's under any of them. Split every sequence as "
+            "CPLayout does, or give Microbatch(model_inputs=...) with the tensors of the model's calls."
+        )
+    names = " or ".join(sorted(fitting))
+    raise DataError(
+        f"microbatch {i} must be split over context-parallel ranks as declared, {split}, got {names}. "
+        f"Give --loss-aggregation-split {names} (LossHook(split=))."
+    )
+
+
+class _WholeTokens(NamedTuple):
+    """The tokens of one microbatch, before context parallelism."""
+
+    inputs: list[Tensor]  # integers that the model is called with: copies, on the CPU
+    shape: MicrobatchShape  # of the tokens, see `token_shape`
+    is_real: Tensor  # not padding; in the shape of the mask
+
+    @classmethod
+    def of(cls, microbatch: MicrobatchOfTerms, batch: Any) -> _WholeTokens:
+        tokens = _token_microbatch(microbatch)
+        inputs = tokens.model_inputs or model_inputs_of(batch, tokens.loss_mask)
+        if not is_by_token(tokens.shape):
+            inputs = ()
+        distinctive = [x for x in inputs if not _are_alike(x) and not _are_positions(x)]
+        copies = [x.detach().cpu().clone() for x in distinctive]
+        return cls(copies, tokens.shape, _is_real(tokens))
+
+
+def _token_microbatch(microbatch: MicrobatchOfTerms) -> Microbatch:
+    """The term's microbatch that says most of the split, as `token_shape` chooses it.
+
+    Where its losses are by sample, the one of its sequences.
+    """
+    several = [x if x.sequences is None else x.sequences for x in term_microbatches(microbatch)]
+    packs = [x for x in several if x.cu_seqlens is not None]
+    return (packs or several)[0]
+
+
+class _ModelCall(NamedTuple):
+    """The arguments of a model's call."""
+
+    integers: list[Tensor] | None = None  # None: it was not called
+    packing: Any = None  # Megatron's ``packed_seq_params``; None: rows
+    labels: Any = None
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> _ModelCall:
+        arguments = [*args, *kwargs.values()]
+        packing = next((x for x in arguments if hasattr(x, "qkv_format")), None)
+        bound = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        integers = [x for x in arguments if holds_integers(x)]
+        return cls(integers, packing, bound.get("labels"))
+
+
+@contextlib.contextmanager
+def _observed_calls(call: Call) -> Iterator[list[_ModelCall]]:
+    """The calls of the model chunk that computes the loss, or of its schedule's plan."""
+    model = innermost(call.chunks[-1])  # a script may call what Megatron's wrappers hold
+    calls: list[_ModelCall] = []
+
+    def before_forward(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        calls.append(_ModelCall.of(module.forward, args, kwargs))
+
+    def build_observed_plan(*args: Any, **kwargs: Any) -> Any:
+        calls.append(_ModelCall.of(build_plan, args, kwargs))
+        return build_plan(*args, **kwargs)
+
+    # Schedules that overlap the communication of experts call the layers by a plan.
+    build_plan: Any = getattr(model, "build_schedule_plan", None)
+    with contextlib.ExitStack() as stack:
+        handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        stack.callback(handle.remove)
+        if build_plan is not None:
+            stack.enter_context(replaced(model, "build_schedule_plan", build_observed_plan))
+        yield calls
+
+
+def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
+    """Raise DataError if the model got a pack that is not the batch's, or other ranks than planned.
+
+    Args:
+        packing: Megatron's ``packed_seq_params``, or None for rows.
+    """
+    if packing is None or packing.qkv_format != "thd":
+        return
+    shape = token_shape(plans, i)
+    local_cp_size = getattr(packing, "local_cp_size", None)
+    expected = call.groups.cp_rank_in(shape).size
+    if local_cp_size not in (None, expected):
+        raise DataError(
+            f"microbatch {i} must have the {expected} context-parallel ranks that were planned, got "
+            f"local_cp_size={int(local_cp_size)} in the model's call. Set hybrid_context_parallel or "
+            "dynamic_context_parallel in the model's configuration, where samples have groups of "
+            "their own."
+        )
+    ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
+    if ignores_samples or not is_by_token(shape):
+        return
+    if shape.starts is not None:
+        _check_starts(packing, shape)
+        return
+    is_one_sample = shape.mask[0] == 1 and len(packing.cu_seqlens_q) == 2
+    if not is_one_sample:
+        raise DataError(
+            "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "
+            f"and has none. Add that key, or {HOW_TO_READ}."
+        )
+
+
+def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
+    """Raise DataError for a batch that has only the real offsets of a padded pack."""
+    assert shape.starts is not None
+    ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
+    names = ("cu_seqlens_q_padded", "cu_seqlens_q")
+    offsets = next((x for name in names if (x := getattr(packing, name, None)) is not None), None)
+    if not ends_early or offsets is None:
+        return
+    sequences, samples = offsets[:-1].cpu(), shape.starts[:-1]
+    are_as_many = len(sequences) in (len(samples), len(samples) + 1)  # one may be padding
+    if not are_as_many:
+        return
+    sequences = sequences[: len(samples)]
+    if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
+        raise DataError(
+            f"the samples of a pack must begin where the model's sequences do, {sequences.tolist()}, "
+            f"got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' beside 'cu_seqlens'."
+        )
+
+
+class _SplitFinding(NamedTuple):
+    """The splits of one microbatch that fit a rank's model inputs."""
+
+    splits: Sequence[str]  # under which they are this rank's part of the microbatch
+    others: Sequence[int]  # without any: microbatches that they are a part of instead
+
+
+class _RankFindings(NamedTuple):
+    """The findings of one context-parallel rank, by the row of the microbatch in the step."""
+
+    shared: dict[int, dict[str, Any]]  # see `_shared_values`
+    splits: dict[int, _SplitFinding | None]  # None: nothing can be compared
+    dependent: Collection[int]  # rows whose weights are right under one split alone
+    are_split: Collection[int]  # rows that several ranks hold
+
+
+def _common_splits(i: int, findings: Sequence[_SplitFinding]) -> set[str] | None:
+    """The splits that fit on all ranks with distinctive tokens; None if there is no such rank.
+
+    Raises:
+        DataError: tokens of other microbatches, or ranks that hold the same part.
+    """
+    if not findings:
+        return None
+    common = set.intersection(*({*x.splits} for x in findings))
+    misfits = [x for x in findings if not x.splits]
+    if misfits and all(x.others for x in misfits):
+        raise DataError(
+            f"the model must be called with the tokens of microbatch {i} of the step in its turn, got "
+            f"those of {misfits[0].others[0]}. Give microbatches in the order of the forward steps "
+            "(read_step, hook.step), with new tensors in each, since all are drawn before the first "
+            "forward pass."
+        )
+    if not common and any(x.splits for x in findings):
+        raise DataError(
+            f"every context-parallel rank must have its own part of the tokens of microbatch {i}, got "
+            f"parts of the splits {[[*x.splits] for x in findings]} on different ranks. Split every "
+            f"sequence as one of {', '.join(SPLITS)} does (CPLayout)."
+        )
+    return common
+
+
+def _finding(
+    call: Call, tokens: Mapping[int, _WholeTokens], i: int, inputs: Sequence[Tensor] | None
+) -> _SplitFinding | None:
+    """None where nothing can be compared."""
+    whole = tokens[i]
+    if not whole.inputs:
+        return None
+    on_rank = [x.detach().cpu() for x in inputs or () if not _are_positions(x)]
+    # A rank that holds only padding is called with tokens that are all alike: they are compared, too.
+    splits = [split for split in SPLITS if _fits(call, whole, on_rank, split)]
+    if splits:
+        return _SplitFinding(splits, [])
+    distinctive = [x for x in on_rank if not _are_alike(x)]
+    if not distinctive:
+        return None
+    others = [
+        j for j, x in tokens.items() if any(_fits(call, x, distinctive, split) for split in SPLITS)
+    ]
+    return _SplitFinding([], others)
+
+
+def _fits(call: Call, tokens: _WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
+    """Whether one of this rank's tensors is its part of a microbatch's, but for padding."""
+    shape = tokens.shape
+    try:
+        cp = call.groups.cp_rank_in(shape)
+        layout = layout_of(shape, split, cp.size, cp.rank)
+    except DataError:  # its length cannot be split in this way
+        return False
+    is_padding = ~layout.shard(tokens.is_real)
+    for whole in tokens.inputs:
+        part = layout.shard(whole.reshape(shape.mask))
+        same_size = (x.reshape(part.shape) for x in on_rank if x.numel() == part.numel())
+        if any(bool(((x == part) | is_padding).all()) for x in same_size):
+            return True
+    return False
+
+
+def _is_real(microbatch: Microbatch) -> Tensor:
+    """True at tokens of a sample, False at padding: bool in the shape of the mask, on the CPU.
+
+    In rows, padding is all behind the last active token.
+    """
+    sample_index = microbatch.sample_index()
+    if sample_index is not None:
+        is_real = sample_index < microbatch.num_samples
+    else:
+        is_active = microbatch.loss_mask.detach() != 0
+        is_real = is_active.flip(-1).cummax(dim=-1).values.flip(-1)
+    return is_real.reshape(microbatch.loss_mask.shape).cpu()
+
+
+def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> dict[str, Any]:
+    """By name, values that must be equal on all ranks of a microbatch.
+
+    Later ones depend on earlier ones, so that the first that differs is the cause.
+    """
+    return {
+        "shapes of masks": shape.mask,
+        "offsets": None if shape.starts is None else shape.starts.tolist(),
+        "masks": [x.mask_sums(i).tolist() for x in plans.values()],
+        "ids or weights of samples": [x.coefficients(i).tolist() for x in plans.values()],
+    }
+
+
+def _are_alike(x: Tensor) -> bool:
+    """Whether all numbers are equal."""
+    flat = x.reshape(-1)
+    return not flat.numel() or bool((flat == flat[0]).all())
+
+
+def _are_positions(x: Tensor) -> bool:
+    """Whether each row is 0, 1, 2 and so on, which a script may make itself whatever its split."""
+    row = x if x.dim() else x.reshape(1)
+    return bool((row == torch.arange(row.shape[-1], device=x.device)).all())

@@ -1,0 +1,430 @@
+"""One optimizer step: the way of a call of Megatron's schedule, and of a microbatch inside it.
+
+`Step.run` is a call, from the step's batches to its plan, and the checks after it. `Step.loss` is a
+microbatch inside the call, from the model's output to the loss that Megatron differentiates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
+from megatron_loss_agg.errors import DataError, HostError, PeerError
+from megatron_loss_agg.mcore.batches import (
+    DrawnBatches,
+    DrawnTensors,
+    read_now,
+    with_dataset_ids,
+)
+from megatron_loss_agg.mcore.call import Call, innermost
+from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.checks.loss_function import (
+    StockLoss,
+    check_stock_losses,
+    function_of,
+    note_stock_loss,
+)
+from megatron_loss_agg.mcore.checks.sums import TermSums, check_sums, note_sums
+from megatron_loss_agg.mcore.checks.tokens import TokenNotes, check_split, dependent_microbatches
+from megatron_loss_agg.mcore.dynamic_cp import batches_of, with_cp_size
+from megatron_loss_agg.mcore.forward_step import (
+    ScriptLosses,
+    check_has_gradient,
+    merged_reports,
+    script_losses,
+)
+from megatron_loss_agg.mcore.prefetch import prefetch_of
+from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
+from megatron_loss_agg.mcore.split import starts_on_rank, weights_on_rank
+from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term, plan_step
+from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.mcore.hook import LossHook
+
+Plans = Mapping[str, StepPlan]
+"""The plans of one step, by term."""
+
+_ANOTHER_RANK_FAILED = (
+    "another rank of the last pipeline stage failed while planning the step. Fix the error of that "
+    "rank first."
+)
+_ANOTHER_RANK_DIFFERED = (
+    "another rank's losses were not those that were planned. Fix the error of that rank first."
+)
+
+
+class Step:
+    """One optimizer step of a hook: one call of Megatron's schedule, or several.
+
+    Args:
+        microbatches: those of a `LossHook.step`; None where the step is one call, which reads its
+            own.
+    """
+
+    def __init__(self, hook: LossHook, microbatches: list[MicrobatchOfTerms] | None = None) -> None:
+        self.hook = hook
+        self.microbatches = microbatches
+        self.num_taken = 0  # microbatches of the calls so far
+        self.plans: Plans | None = None  # None on stages without a loss
+        self.is_first = False  # training step, or evaluation, of this model: all is checked
+        self.iterator: Any = None  # that the schedule gets
+        self.forward_steps = 0  # run so far
+        # Notes to compare after the step; numbers stay on the device until then.
+        self.sums: dict[int, list[TermSums]] = {}  # by microbatch
+        self.stock_losses: dict[int, StockLoss] = {}  # by microbatch
+        self.gathered: set[int] = set()  # microbatches
+        self.tokens: TokenNotes | None = None
+
+    def run(self, schedule: Callable[..., Any], call: Call) -> Any:
+        """Make one call of the schedule: the whole step, or its next part."""
+        # 1. Ask: what Megatron was called with, and the call's place in the step.
+        call = self._next(call)
+        if call.begins_step:
+            self._check_before(call)
+            # 2. Read the step's batches. 3. Count them: every sample gets its coefficient.
+            self.plans = self._plan(call)
+        with self._running(call):
+            # 4. to 6. happen in the loss function of each microbatch, see `loss`.
+            result = schedule(**call.arguments_with(self._forward_step(call), self.iterator))
+        if call.ends_step:
+            # 7. Check: the losses were those that were counted.
+            self._check_after(call)
+        return result
+
+    def loss(
+        self, call: Call, plans: Plans, i: int, loss_function: Any, output: Any
+    ) -> tuple[Any, ...]:
+        """The results of microbatch ``i`` for Megatron, in place of those of ``loss_function``."""
+        # 4. Losses: what the script computes by term, and the mask of its tokens.
+        script = script_losses(call, plans, i, loss_function, output)
+        first = plan_of_first_term(plans)
+        cp = call.groups.cp_rank_in(first.shapes[i])
+        weights, starts, sums = {}, {}, {}
+        for name, term in script.terms.items():
+            # 5. Weights: the mask times the coefficient of each sample, for this rank's tokens.
+            starts[name] = starts_on_rank(call, plans[name], i, term, cp)
+            weights[name] = weights_on_rank(plans[name], i, term, cp, starts[name])
+            # 6. Sum.
+            sums[name] = weighted_sum_unchecked(weights[name], term.losses)
+        microbatch = MicrobatchLoss(
+            call,
+            plans,
+            i,
+            script.terms,
+            weights,
+            starts,
+            total=_total(call, script, sums),
+            reports=self._reports(call, plans, script, weights, sums),
+            stock_loss=script.stock_loss,
+        )
+        for extension in self.hook.extensions:
+            extension.on_loss(microbatch)
+        if self.hook.reports_total and len(sums) == len(plans):
+            microbatch.report("loss", microbatch.pair(microbatch.total))
+        self._note(microbatch, script, loss_function, output)
+        num_tokens = _tokens_on_rank(call, first, i)
+        return call.scale.returned(
+            microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
+        )
+
+    def _next(self, call: Call) -> Call:
+        """Return ``call`` with its offset in the step.
+
+        Raises:
+            DataError: more microbatches than are left.
+        """
+        if self.microbatches is None:
+            return call
+        if call.draws_samples:
+            raise HostError(
+                "hook.step must not go with hybrid context parallelism, whose schedule takes the "
+                "samples of a whole step, got a call inside of it. Leave hook.step out."
+            )
+        number, first_index = call.scale.num_microbatches, self.num_taken
+        left = len(self.microbatches) - first_index
+        if number > left:
+            raise DataError(
+                f"a call in a hook.step must take at most the {left} of {len(self.microbatches)} "
+                f"microbatches that are left (a call that failed has taken its own), got "
+                f"num_microbatches={number}. Correct it."
+            )
+        self.num_taken += number
+        return replace(call, first_index=first_index, ends_step=number == left)
+
+    def _check_before(self, call: Call) -> None:
+        """Check settings and Megatron's scaling, and what tokens there are to compare."""
+        hook, verified = self.hook, self.hook.verified
+        self.is_first = not verified.has_run(call)
+        if self.is_first:
+            check_same_on_all_ranks(call, hook.compared_settings())
+            check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
+        if call.trains and (self.is_first or hook.audit):
+            hook.measure_scaling(call, self.is_first)
+        if self.is_first or verified.split_is_open(call, hook.split_is_declared):
+            self.tokens = TokenNotes(self.is_first, verified.splits, verified.gathers)
+
+    def _plan(self, call: Call) -> Plans | None:
+        """The plans of the step; None on stages without a loss."""
+        groups, refuses_empty = call.groups, call.trains and self.hook.empty_step == "error"
+        self.iterator = call.data_iterator
+        read: Callable[[], list[MicrobatchOfTerms]] = functools.partial(self._read, call)
+        if groups.dp_cp is not None and groups.reads_data:
+            read = read_now(read)
+        # The first error, and that of an empty step, are raised on all ranks of the model.
+        with failing_together(
+            [groups.split_group, groups.pp],
+            _ANOTHER_RANK_FAILED,
+            when=self.is_first or refuses_empty,
+        ):
+            if not groups.is_last_stage:
+                return None
+            make = functools.partial(plan_step, call.terms, read, groups.count_group)
+            plans = broadcast_result(make, groups.tp, 0)
+            if refuses_empty and is_empty(call, plans):
+                raise DataError(
+                    "a step must have an active token, and every token is masked or rejected. Fix "
+                    "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
+                )
+        return plans
+
+    def _read(self, call: Call) -> list[MicrobatchOfTerms]:
+        """The microbatches of the step, on a rank that reads data."""
+        read_step, number = self.hook.read_step, call.scale.num_microbatches
+        if self.microbatches is not None:
+            microbatches = self.microbatches
+        elif read_step is None:
+            microbatches = self._draw(call, number)
+        else:
+            microbatches = listed(read_step(call.data_iterator, number))
+            if len(microbatches) != number and not call.draws_samples:
+                raise DataError(
+                    f"the function that reads a step must return {number} microbatches, one for each "
+                    f"of the call, got {len(microbatches)}. Correct read_step."
+                )
+        if self.tokens is not None:
+            for i, microbatch in enumerate(microbatches):
+                self.tokens.note_batch(i, microbatch)
+        return microbatches if call.trains else with_dataset_ids(call.terms, microbatches)
+
+    def _draw(self, call: Call, number: int) -> list[MicrobatchOfTerms]:
+        """The microbatches of the batches that the call's forward steps will take."""
+        microbatches: list[MicrobatchOfTerms] = []
+        tensors = DrawnTensors()
+        num_items = 1 if call.draws_samples else number
+        self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
+        for _ in range(num_items):
+            for batch in batches_of(call, drawn.draw()):
+                microbatch = with_cp_size(call, self.hook.read_batch(batch), batch)
+                if self.tokens is not None:
+                    # Before the next one is drawn, maybe into the same memory.
+                    self.tokens.note_batch(len(microbatches), microbatch, batch)
+                if self.is_first:
+                    tensors.note(microbatch)
+                microbatches.append(microbatch)
+        tensors.check_unchanged()
+        return microbatches
+
+    @contextlib.contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        """Enter the extensions, and keep Megatron from reducing before the step's last call."""
+        if self.microbatches is not None:
+            self.iterator = call.data_iterator
+        elif self.hook.read_step is None:
+            self._fetch_next(call)
+        with contextlib.ExitStack() as stack:
+            for extension in self.hook.extensions:
+                stack.enter_context(extension.around(call, self.plans))
+            if not call.ends_step:
+                stack.enter_context(call.without_reduction())
+            yield
+
+    def _fetch_next(self, call: Call) -> None:
+        """Start to draw the next step's batches by a `Prefetch`, if there is one."""
+        if call.trains and call.groups.reads_data and not call.draws_samples:
+            prefetch = prefetch_of(call.data_iterator, insert=self.hook.prefetch)
+            if prefetch is not None:
+                prefetch.fetch(call.scale.num_microbatches)
+
+    def _forward_step(self, call: Call) -> Callable[..., Any]:
+        """The script's forward step, whose loss function is replaced by `loss`."""
+        script_forward_step: Callable[..., Any] = call.arguments["forward_step_func"]
+        if self.plans is None:
+            return script_forward_step
+        plans, tokens = self.plans, self.tokens
+        if tokens is not None and not tokens.may_differ(call, plans):
+            tokens = self.tokens = None
+
+        def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            model = args[1] if len(args) > 1 else kwargs.get("model")
+            if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
+                return script_forward_step(*args, **kwargs)  # the schedule asks for no loss of it
+            # Counts the microbatches of the step; a call may have a part of them.
+            i = self.forward_steps
+            self.forward_steps += 1
+            with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, i):
+                output, loss_function = script_forward_step(*args, **kwargs)
+            # All that a loss depends on is bound here, since Megatron may compute it again.
+            return output, functools.partial(self.loss, call, plans, i, loss_function)
+
+        return forward_step
+
+    def _reports(
+        self,
+        call: Call,
+        plans: Plans,
+        script: ScriptLosses,
+        weights: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        """The script's reports, and the aggregated loss of each term."""
+        pairs = {f"{name} loss": aggregated_pair(call, plans[name], x) for name, x in sums.items()}
+        reports = merged_reports(script.report, pairs)
+        if script.stock_loss is not None and "lm loss" in reports:
+            (term,) = script.terms.values()
+            reports["lm loss"] = token_mean_pair(call, plan_of_first_term(plans), term)
+        for report, names in script.further_reports:
+            reports = merged_reports(reports, _reported(report, names, script, weights))
+        return reports
+
+    def _note(
+        self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any, output: Any
+    ) -> None:
+        """Note what is compared after the step."""
+        call, plans, i = microbatch.call, microbatch.plans, microbatch.i
+        cp = call.groups.cp_rank_in(plan_of_first_term(plans).shapes[i])
+        if script.is_gathered:
+            self.gathered.add(i)
+        self.sums[i] = [
+            note_sums(
+                *(cp, plans[name], i, term, microbatch.weights[name], microbatch.starts[name]),
+                self.is_first,
+            )
+            for name, term in script.terms.items()
+        ]
+        if call.trains and torch.is_grad_enabled():
+            check_has_gradient(microbatch.total, output)
+        stock_loss = microbatch.stock_loss
+        if stock_loss is None:
+            return
+        function = (call.trains, function_of(loss_function))  # it may do more in one of them
+        if function not in self.hook.verified.loss_functions:
+            (term,) = script.terms.values()
+            note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
+            if note is not None:
+                self.stock_losses[i] = note
+
+    def _check_after(self, call: Call) -> None:
+        """Raise unless the step's losses were those that were counted; in the first step everywhere.
+
+        After the step's last call, since ranks may make other numbers of calls.
+        """
+        hook, plans, groups = self.hook, self.plans, call.groups
+        model_groups = [groups.tp, groups.cp, groups.pp, groups.dp]
+        with failing_together(model_groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
+            if plans is not None:
+                self._check_number_of_losses(plans)
+        with failing_together(model_groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
+            if plans is not None:
+                self._compare_or_warn(call, plans)
+        if self.is_first and plans is not None:
+            hook.print_first_lines(call, plans)
+        if self.is_first or (call.trains and hook.empty_step == "skip"):
+            is_empty_here = plans is not None and is_empty(call, plans)
+            is_empty_step = any_rank(is_empty_here, groups.pp)  # other stages have no plan
+            if call.trains:
+                hook.step_is_empty = is_empty_step and hook.empty_step == "skip"
+            if not is_empty_step:
+                hook.verified.add_run(call)
+
+    def _check_number_of_losses(self, plans: Plans) -> None:
+        expected, computed = len(plan_of_first_term(plans).sizes), len(self.sums)
+        if computed != expected:
+            raise HostError(
+                f"the schedule must compute one loss for each of the {expected} microbatches, got "
+                f"{computed}. Return a loss function from every forward step, and pass num_microbatches "
+                "on unchanged."
+            )
+        if isinstance(self.iterator, DrawnBatches):
+            self.iterator.check_taken()
+
+    def _compare_or_warn(self, call: Call, plans: Plans) -> None:
+        try:
+            self._compare(call, plans)
+        except (DataError, PeerError) as error:
+            if self.is_first or self.hook.mismatch == "stop":
+                raise
+            self.hook.warn_of_mismatch(error)
+
+    def _compare(self, call: Call, plans: Plans) -> None:
+        """Compare the step's notes with its plan."""
+        hook, verified = self.hook, self.hook.verified
+        if self.tokens is not None or verified.split_matters(call):
+            verified.gathers |= bool(self.gathered)
+            dependent = dependent_microbatches(call, plans, self.gathered)
+            is_declared = hook.split_is_declared
+            if self.tokens is not None:
+                verified.splits = self.tokens.compare(call, plans, dependent, is_declared)
+            elif dependent:
+                check_split(dependent[0], verified.splits, call.split, is_declared)
+        notes = [note for microbatch in self.sums.values() for note in microbatch]
+        check_sums(call, plans, notes, self.is_first)
+        if self.stock_losses:
+            verified.loss_functions |= check_stock_losses([*self.stock_losses.values()])
+
+
+def is_empty(call: Call, plans: Plans) -> bool:
+    """Whether every token of the step is masked or rejected, in all terms that have a multiplier."""
+    in_loss = [plan for name, plan in plans.items() if call.terms[name].multiplier]
+    return all(plan.is_empty for plan in in_loss or plans.values())
+
+
+def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:
+    """Token count that this rank returns to Megatron for microbatch ``i``.
+
+    The floors of ``(tokens + rank) / size`` over context-parallel ranks add up to the tokens. The
+    last call of a step also returns the tokens of earlier calls, since Megatron dropped their counts
+    with its finalization (`Call.without_reduction`).
+    """
+    counts_earlier_calls = i == call.first_index and call.ends_step
+    num_tokens = 0
+    for k in range(i + 1) if counts_earlier_calls else [i]:
+        cp = call.groups.cp_rank_in(plan.shapes[k])
+        num_tokens += (plan.model_tokens[k] + cp.rank) // cp.size
+    return num_tokens
+
+
+def _total(call: Call, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tensor:
+    """The sum of the terms, each times its multiplier; a multiplier of 0 switches a term off."""
+    terms = []
+    for name, x in sums.items():
+        multiplier = call.terms[name].multiplier
+        if multiplier != 0:
+            terms.append(x if multiplier == 1 else multiplier * x)
+    if not terms:
+        # Stays attached to the graph, so that every rank still runs the backward pass's collectives.
+        losses = next(iter(script.terms.values())).losses
+        return weighted_sum_unchecked(torch.zeros_like(losses), losses)
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+
+
+def _reported(
+    report: Callable[[Any, Any], Mapping[str, Any]],
+    names: Sequence[str],
+    script: ScriptLosses,
+    weights: Mapping[str, Tensor],
+) -> Mapping[str, Any]:
+    """A script's report of losses and weights, each by term if there are several."""
+    if len(names) == 1:
+        (name,) = names
+        return report(script.terms[name].losses, weights[name])
+    losses = {name: script.terms[name].losses for name in names}
+    return report(losses, {name: weights[name] for name in names})
