@@ -121,14 +121,14 @@ class DrawnTensors:
 
     def note(self, microbatch: MicrobatchOfTerms) -> None:
         tensors = [x for term in term_microbatches(microbatch) for x in term.tensors()]
-        self._pairs += [(x, x.detach().clone()) for x in tensors]
+        self._pairs += [(x, _bytes(x)) for x in tensors]
 
     def check_unchanged(self) -> None:
         """Raise DataError if a later batch was written into the memory of an earlier one.
 
         No other check sees it: the loss function gets the mask that is counted, the last one.
         """
-        if not all(torch.equal(_bytes(x), _bytes(copy)) for x, copy in self._pairs):
+        if not all(torch.equal(_bytes(x), copy) for x, copy in self._pairs):
             raise DataError(
                 "a batch must stay as it was drawn until its forward pass, got masks, offsets or ids "
                 "that changed while later batches were drawn. Give new tensors in each batch, or clone "
@@ -137,8 +137,8 @@ class DrawnTensors:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The memory of ``x`` as integers, in which NaN equals itself."""
-    return x.detach().contiguous().view(torch.uint8)
+    """A copy of ``x`` as integers, in which NaN equals itself."""
+    return x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def read_now(read: Callable[[], _T]) -> Callable[[], _T]:
