@@ -88,26 +88,26 @@ class LossAggregation:
     divisor: float | None = None
     """D of `constant` and `sum`, in tokens."""
     empty: str = "count"
-    """Whether groups without active tokens are included in N_across and C: `count` or `skip`."""
+    """`count` or `skip` groups without active tokens in N_across and C."""
     count: str | None = None
-    """Unit of N_across, if not the mode's own."""
+    """Unit of N_across, if not the one of the mode."""
     levels: Sequence[str] | None = None
     """For `nested_mean`: units from outside to inside, such as ("prompt", "rollout", "sample") or
     "prompt,rollout,sample": the mean over prompts of the mean over each prompt's rollouts of the
     mean over their samples. A unit may be any name of `Microbatch.ids`.
     """
     rejected: str | None = None
-    """Whether rejected samples (weight 0) are included in M_within and N_across: `count` or
-    `skip`. Must be set if the step has any.
+    """`count` or `skip` rejected samples (weight 0) in M_within and N_across. Must be set if the step
+    has any.
     """
     sample_weights: str | None = None
-    """Whether `Microbatch.sample_weights` are in the denominators: `count` (V_across instead of
-    N_across) or `skip`. Must be set if the step has any.
+    """`count` `Microbatch.sample_weights` in the denominators (V_across instead of N_across), or
+    `skip` them there. Must be set if the step has any.
     """
     dataset_weights: Mapping[int, float] | None = field(default=None, hash=False)
     """A weight >= 0 for each data set, by its id in `Microbatch.dataset_ids`, such as {0: 0.5, 1: 2}
-    or "0:0.5,1:2". It multiplies the weights of the data set's samples; `sample_weights` must say
-    whether they are in the denominators.
+    or "0:0.5,1:2". It multiplies the weights of the data set's samples; `sample_weights` must be set,
+    too. In an evaluation a data set without a weight has weight 1.
     """
     function: Callable[..., Any] | None = None
     """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
@@ -194,15 +194,15 @@ class LossAggregation:
     @functools.cached_property
     def units(self) -> set[Unit]:
         """All units by which it groups tokens."""
-        of_weights = None if self.dataset_weights is None else "dataset"
-        units = (self.within, self.across, of_weights, *self.path)
+        weighted_unit = None if self.dataset_weights is None else "dataset"
+        units = (self.within, self.across, weighted_unit, *self.path)
         return {unit for unit in units if unit is not None}
 
     @property
     def ignores_samples(self) -> bool:
-        """Whether all tokens of a microbatch weigh alike, whatever samples they are of."""
-        by_sample = (self.function, self.rejected, self.sample_weights)
-        return self.units <= {"all", "microbatch"} and all(x is None for x in by_sample)
+        """Whether all active tokens of a microbatch have one weight, whatever their samples."""
+        sample_options = (self.function, self.rejected, self.sample_weights)
+        return self.units <= {"all", "microbatch"} and all(x is None for x in sample_options)
 
     @property
     def by_id(self) -> list[Unit]:
@@ -356,12 +356,15 @@ def units_by_id(terms: Mapping[str, Term]) -> set[Unit]:
 
 
 def units_read(terms: Mapping[str, Term]) -> list[Unit]:
-    """The units whose ids are read: the usual ones where batches have them, and the terms' own."""
+    """The units with ids that are read: those that the terms need, and the usual ones.
+
+    A custom function also gets the ids of all other names that every microbatch has.
+    """
     return sorted({*BY_ID, *units_by_id(terms)})
 
 
 def is_preset(name: object) -> bool:
-    """Whether ``name`` can only be a preset's; one of a system alone has errors that list them."""
+    """True for "system/name", and for the name of a system, whose error lists its presets."""
     return isinstance(name, str) and ("/" in name or name in SYSTEMS)
 
 
@@ -393,7 +396,7 @@ def _are_levels(levels: Any) -> bool:
 
 
 def _weights_by_id(weights: Any) -> dict[int, float]:
-    """Weights by id, in order; empty if ``weights`` are not one number >= 0 for each id."""
+    """Weights by id, in order; empty unless ``weights`` have one number >= 0 for each id."""
     if isinstance(weights, str):
         weights = [pair.split(":") for pair in weights.split(",")]
     items = weights.items() if isinstance(weights, Mapping) else weights
@@ -416,15 +419,15 @@ def _advice_on_mode(name: object) -> str:
 
 def _advice_on_preset(name: str) -> str:
     """Advice on an unknown preset."""
-    system, _, of_system = name.partition("/")
+    system, _, preset = name.partition("/")
     presets = presets_of(system)
     if not presets:
         return f"Choose one of {', '.join(f'{x}/...' for x in SYSTEMS)} (--loss-aggregation)."
-    hint = _did_you_mean(name, presets) if of_system else ""
+    hint = _did_you_mean(name, presets) if preset else ""
     return f"{hint}Choose one of {', '.join(presets)} (--loss-aggregation)."
 
 
 def _did_you_mean(name: object, names: Iterable[str]) -> str:
-    """A sentence with the one of ``names`` that is nearest to ``name``; empty if none is near."""
+    """A sentence with the nearest of ``names``; empty if none is near."""
     near = get_close_matches(str(name), names, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""

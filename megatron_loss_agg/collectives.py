@@ -1,4 +1,4 @@
-"""Collectives; some turn a failure of one rank into an error of all, instead of a hang."""
+"""Collectives, most of which raise on every rank if one rank fails, instead of hanging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Failure(NamedTuple):
-    """Sent by a rank that failed, instead of its own part."""
+    """The error of a rank that failed, sent in place of its part."""
 
     error: str
 
@@ -28,7 +28,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
     """The results of ``mine`` on all ranks of ``group``, in rank order; all ranks must call.
 
     Args:
-        mine: returns an object that can be pickled.
+        mine: makes this rank's part, an object that can be pickled.
         doing: the work of the ranks, for the error: "counting the step".
 
     Raises:
@@ -42,7 +42,7 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
         send_failure(error, group)
         raise
     parts = _all_gather_object(part, group)
-    parts[dist.get_rank(group)] = part  # not a copy of it
+    parts[dist.get_rank(group)] = part  # itself, since unpickling made a copy
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
         first = min(failures)
@@ -54,13 +54,13 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
 
 
 def send_failure(error: BaseException, group: dist.ProcessGroup | None) -> None:
-    """Call instead of `gather_objects` on a rank that failed: the others raise PeerError."""
+    """Take part in the others' `gather_objects` on a rank that failed: they raise PeerError."""
     if ranks_of(group) > 1:
         _all_gather_object(Failure(f"{type(error).__name__}: {error}"), group)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks; 1 for None."""
+    """Number of ranks in ``group``; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -88,7 +88,8 @@ def failing_together(
     All of their ranks must enter. A failure spreads along the groups in this order.
 
     Args:
-        when: False, on all ranks alike: none waits for the others, and an error stays on its rank.
+        when: the same on all ranks. If False, no rank waits for the others, and an error is raised
+            on its rank alone.
     """
     if not when:
         yield
@@ -134,7 +135,7 @@ def broadcast_result(
 
 
 def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x`` where ``group``'s backend takes it: on its own device if it can stay there."""
+    """``x`` on a device that ``group``'s backend accepts: where it is already, if possible."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if "gloo" not in backends.values():
         return x.to(torch.accelerator.current_accelerator() or "cpu")
@@ -142,7 +143,7 @@ def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """All-reduce in forward and backward."""
+    """All-reduce in the forward pass, and of the gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -160,8 +161,8 @@ class SumOverRanks(torch.autograd.Function):
 
 
 def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """In two collectives and as many waits for the device, however many ranks there are."""
-    assert group is not None  # which is one rank, and gathers nothing
+    """The parts of all ranks, in two collectives and two waits for the device."""
+    assert group is not None  # one rank alone gathers nothing
     data = torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8)
     with torch.no_grad():
         sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()

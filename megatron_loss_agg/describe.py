@@ -38,12 +38,12 @@ def title_and_weights(
     """The title of the log's first lines, and their rows on the weights; arguments are by term.
 
     Args:
-        formulas: as of `formula`.
+        formulas: from `formula`.
         who: the model that is trained, such as ``critic``, where a process trains several.
     """
     title = f"loss aggregation of the {who}: " if who else "loss aggregation: "
     (name, term), *others = terms.items()
-    if not others and _is_of_aggregation(name, term):
+    if not others and _is_mode_name(name, term):
         return title + _term_in_words(name, term), [("weight", formulas[name])]
     total = " + ".join(_multiplied(name, term) for name, term in terms.items())
     return title + total, [
@@ -61,8 +61,8 @@ def formula(agg: LossAggregation, counts: StepCounts | None = None) -> str:
     """The weight of a token in words, such as ``w_t = m_t / (M_sample * 10)``.
 
     Args:
-        counts: of a step with tokens, for the numbers in place of ``M_all`` and ``N_across`` (or
-            ``V_across``).
+        counts: those of a step with tokens, to show numbers in place of ``M_all`` and ``N_across``
+            (or ``V_across``).
     """
     if agg.mode == "custom":
         return "w_t = m_t * function(samples)"
@@ -86,7 +86,7 @@ def formula(agg: LossAggregation, counts: StepCounts | None = None) -> str:
 
 
 def counts_in_words(counts: StepCounts, kind: str = "") -> str:
-    """The samples, groups and tokens of a step; ``kind`` says what a sample is."""
+    """The samples, groups and tokens of a step; ``kind`` is the kind of sample, such as "pairs"."""
     samples = number_of(counts.samples, "sample")
     words = [f"{samples} ({kind})" if kind else samples]
     for name, number in (
@@ -133,13 +133,13 @@ def plural(thing: str) -> str:
 
 def _term_in_words(name: str, term: Term) -> str:
     text = aggregation_in_words(term.aggregation)
-    if not _is_of_aggregation(name, term):
+    if not _is_mode_name(name, term):
         text = f"{name}: {text}"
     return _multiplied(text, term)
 
 
-def _is_of_aggregation(name: str, term: Term) -> bool:
-    """Whether ``name`` says no more than the term's aggregation."""
+def _is_mode_name(name: str, term: Term) -> bool:
+    """Whether the term is named after its mode or preset."""
     return name in (term.aggregation.mode, term.aggregation.label)
 
 

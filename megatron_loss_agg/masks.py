@@ -1,23 +1,41 @@
-"""Reads whole masks: the sum of each sample, defects, and shifts inside sequences."""
+"""Whole masks: the sum of each sample, defects, and shifts inside sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import Microbatch, starts_at_zero_and_never_decreases
+from megatron_loss_agg.microbatch import (
+    Microbatch,
+    MicrobatchShape,
+    starts_at_zero_and_never_decreases,
+)
 from megatron_loss_agg.tensors import LARGEST_FP32
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The token sequences of one microbatch from which losses by sample are computed."""
+
+    shape: MicrobatchShape
+    mask_sum: Tensor  # fp64 [sequences]
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> Sequences:
+        """The sequences of ``microbatch``, which is on the CPU; DataError for bad values."""
+        return cls(microbatch.shape, sums_by_sample([microbatch]))
 
 
 def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
     """The mask sums of all samples of microbatches on the CPU: fp64 [samples].
 
     Raises:
-        DataError: values or offsets that are not as `Microbatch` says.
+        DataError: values or offsets that `Microbatch` does not allow.
     """
     sums = [_sums(microbatch, i) for i, microbatch in enumerate(microbatches)]
     return torch.cat([torch.empty(0, dtype=torch.float64), *sums])
@@ -29,8 +47,8 @@ def predicting_mask(
     """Shift a mask of tokens to the positions whose logits predict them.
 
     ``out[t] = loss_mask[t + 1]`` inside a sequence and 0 at its last position, since a causal
-    model's loss for token ``t + 1`` is at position ``t``. The mask of a sequence's first token,
-    which nothing predicts, is dropped.
+    model's loss for token ``t + 1`` is at position ``t``. Nothing predicts a sequence's first
+    token, so its mask is dropped.
 
     Args:
         loss_mask: [samples, seq]; or [tokens] or [1, tokens] with ``cu_seqlens``.
@@ -45,9 +63,9 @@ def predicting_mask(
 
 
 def brought_to_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """Microbatches with their tensors on the CPU, but the `model_inputs`.
+    """Microbatches with all tensors on the CPU, except the `model_inputs`.
 
-    Waits for the device once, if any are on it.
+    Waits for the device once, if any tensor is on it.
     """
     devices = {x.device for m in microbatches for x in m.tensors() if not x.is_cpu}
     if not devices:
@@ -92,13 +110,13 @@ def _sums(microbatch: Microbatch, i: int) -> Tensor:
     flat = mask.reshape(-1).double()
     sums = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
     # Segments alternate: a sample, the padding behind it. The last sample is an empty one.
-    sums_of_samples, sums_of_padding = sums[:-2:2], sums[1::2]
-    if bool(sums_of_padding.any()):
+    sample_sums, padding_sums = sums[:-2:2], sums[1::2]
+    if bool(padding_sums.any()):
         raise DataError(
             f"loss_mask must be 0 outside of all samples, got other values in microbatch {i}. Mask "
             "the padding, or correct cu_seqlens and cu_seqlens_padded."
         )
-    return sums_of_samples
+    return sample_sums
 
 
 def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
@@ -114,7 +132,9 @@ def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
     starts = real if padded is None else padded.long()
     bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
     bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
-    if not all(map(starts_at_zero_and_never_decreases, (real, bounds))):
+    # Without padded offsets, the bounds are the real offsets.
+    offsets = [bounds] if padded is None else [real, bounds]
+    if not all(map(starts_at_zero_and_never_decreases, offsets)):
         raise DataError(
             "offsets must start at 0, never decrease, and end inside the mask, with samples no "
             f"longer than their padded places, got cu_seqlens={real.tolist()} and "

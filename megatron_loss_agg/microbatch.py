@@ -27,8 +27,15 @@ BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
 """Fields with a value for each sample, and the dtype they are counted in."""
 
 
+_MASK_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""Those that torch can compare and add up."""
+
+
 class MicrobatchShape(NamedTuple):
-    """The shape of a whole mask, before context parallelism, and where its samples begin."""
+    """The shape of a whole mask, before context parallelism, and the offsets of its samples."""
 
     mask: tuple[int, ...]
     starts: Tensor | None  # int64 [samples + 1] in the (padded) pack, on the CPU; None: rows
@@ -68,12 +75,11 @@ class Microbatch:
             the aggregated loss. All microbatches of a step have it, or none.
         sequences: for losses by sample, the token sequences that they are computed from.
         local_cp_size: under dynamic context parallelism, the number of ranks that hold this
-            microbatch, each a part of its tokens: neighbours in the group of data- and
-            context-parallel ranks over which the step is planned, from a multiple of that number
-            on. All of them give the whole microbatch, whose samples count once. None: this rank
-            alone.
-        gid: the number that names the microbatch on all ranks that hold it; None: its index among
-            the rank's microbatches, if it is the same on all of them.
+            microbatch, each a part of its tokens. These are consecutive ranks of the data- and
+            context-parallel group, starting at a multiple of that number. Each passes the whole
+            microbatch, and its samples are counted once. None: this rank alone.
+        gid: a number of the microbatch, the same on all ranks that hold it. Without gids, these
+            ranks must pass the microbatches that they hold together in one order.
 
     Raises:
         DataError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -100,6 +106,11 @@ class Microbatch:
             raise DataError(
                 f"loss_mask must be a real, dense tensor, got {described(self.loss_mask)}. Convert "
                 "it."
+            )
+        if self.loss_mask.dtype not in _MASK_DTYPES:
+            raise DataError(
+                "loss_mask must be bool, uint8, a signed integer, or floating-point of 16 bits or "
+                f"more, got {described(self.loss_mask)}. Convert it, as with loss_mask.float()."
             )
         self._check_shape()
         for name in BY_SAMPLE:
@@ -134,7 +145,7 @@ class Microbatch:
             sequences: the token sequences that the losses are computed from, such as a chosen and a
                 rejected answer for each pair; needed for `SampleLoss(per_token=)`.
             routed_tokens: by default the number of positions of ``sequences``.
-            by_sample: ``prompt_ids``, ``rejected``, ``sample_weights`` and so on, as of
+            by_sample: ``prompt_ids``, ``rejected``, ``sample_weights`` and so on, as in
                 `Microbatch`.
 
         Raises:
@@ -156,13 +167,13 @@ class Microbatch:
 
     @cached_property
     def num_samples(self) -> int:
-        """Number of samples, empty ones included."""
+        """Number of samples, including empty ones."""
         if self.cu_seqlens is None:
             return self.loss_mask.shape[0]
         return self.cu_seqlens.numel() - 1
 
     def ids_of(self, unit: Unit) -> Tensor | None:
-        """int64 [samples]; None if it has none."""
+        """Ids by ``unit``, int64 [samples]; None if the microbatch has none."""
         return getattr(self, f"{unit}_ids") if unit in BY_ID else self.ids.get(unit)
 
     @property
@@ -172,7 +183,7 @@ class Microbatch:
 
     @property
     def shape(self) -> MicrobatchShape:
-        """Waits for a device that holds the offsets."""
+        """The shape of the mask. Waits for the device, if the offsets are on one."""
         starts = self.sample_starts
         if starts is not None:
             starts = starts.to("cpu", torch.int64)
@@ -195,17 +206,17 @@ class Microbatch:
         return torch.where(is_inside, sample_T, self.num_samples)
 
     def copied(self) -> Microbatch:
-        """With tensors of its own, but the `model_inputs`."""
+        """A copy with a copy of every tensor except the `model_inputs`."""
         return self.with_tensors(lambda x: x.detach().clone())
 
     def tensors(self) -> list[Tensor]:
-        """All of its tensors but the `model_inputs`."""
+        """All tensors except the `model_inputs`."""
         values = (*vars(self).values(), *self.ids.values())
-        of_sequences = [] if self.sequences is None else self.sequences.tensors()
-        return [*(x for x in values if isinstance(x, Tensor)), *of_sequences]
+        behind = [] if self.sequences is None else self.sequences.tensors()
+        return [*(x for x in values if isinstance(x, Tensor)), *behind]
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """A microbatch with each tensor changed, but the `model_inputs`."""
+        """A copy with every tensor changed, except the `model_inputs`."""
         changed: dict[str, Any] = {
             name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
@@ -214,7 +225,7 @@ class Microbatch:
         return replace(self, ids=ids, sequences=sequences, **changed)
 
     def _check_shape(self) -> None:
-        """Raise unless the shapes of mask and offsets are those of rows, or of a pack."""
+        """Raise DataError unless mask and offsets have the shapes of rows or of a pack."""
         shape, tokens = tuple(self.loss_mask.shape), self.loss_mask.numel()
         offsets: Any = self.cu_seqlens
         if offsets is None and self.cu_seqlens_padded is not None:
@@ -281,8 +292,8 @@ def term_microbatches(microbatch: Any) -> list[Microbatch]:
     return several
 
 
-def of_term(name: str, microbatch: Any) -> Microbatch:
-    """The microbatch of one term."""
+def term_microbatch(name: str, microbatch: Any) -> Microbatch:
+    """The microbatch of the term ``name``, from one for all terms or one for each."""
     term_microbatches(microbatch)
     if isinstance(microbatch, Mapping) and name not in microbatch:
         raise DataError(
@@ -293,7 +304,7 @@ def of_term(name: str, microbatch: Any) -> Microbatch:
 
 
 def listed(microbatches: Any) -> list[Any]:
-    """A list, since the microbatches are iterated over once per term."""
+    """The microbatches as a list, since they are iterated over once for each term."""
     if not isinstance(microbatches, Iterable) or isinstance(microbatches, Mapping):
         raise DataError(
             f"microbatches must be a list of Microbatch, got a {type(microbatches).__name__}. Give "
@@ -331,7 +342,7 @@ def ids_from(name: str, values: Any) -> Tensor:
     is_sequence = isinstance(values, Iterable) and not isinstance(values, str)
     items: list[Any] = list(values) if is_sequence else [None]
     if all(isinstance(x, str) for x in items):
-        return torch.tensor([_hashed(x) for x in items], dtype=torch.int64)
+        return torch.tensor([hashed(x) for x in items], dtype=torch.int64)
     if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in items):
         raise DataError(
             f"{name} must be an int64 tensor [samples], or a sequence of ints or strings, got "
@@ -344,9 +355,9 @@ def ids_from(name: str, values: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def _hashed(text: str) -> int:
-    """The first 8 bytes of its hash, as a signed int."""
-    # Lone surrogates, as of file names that are no UTF-8, are characters like any other.
+def hashed(text: str) -> int:
+    """The first 8 bytes of the hash of ``text``, as a signed int: the same on every machine."""
+    # Accept lone surrogates, as in file names that are not UTF-8.
     encoded = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
@@ -359,12 +370,12 @@ def are_offsets(x: object) -> TypeGuard[Tensor]:
 
 
 def starts_at_zero_and_never_decreases(offsets: Tensor) -> bool:
-    """Compares neighbours, since differences of huge numbers would wrap."""
+    # Neighbours are compared, since differences of huge numbers would wrap.
     return not offsets[0] and bool((offsets[1:] >= offsets[:-1]).all())
 
 
 def holds_integers(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a tensor of integers, which booleans are not."""
+    """Whether ``x`` is a tensor of integers. Booleans are none."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return False
     return x.dtype != torch.bool

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms, units_read
-from megatron_loss_agg.collectives import gather_objects, ranks_of, send_failure
+from megatron_loss_agg.collectives import broadcast_result, ranks_of
 from megatron_loss_agg.counting import (
-    RankRows,
     Samples,
     StepCounts,
     check_fields,
     coefficients,
     counts_of,
-    joined_ranks,
-    read_samples,
 )
 from megatron_loss_agg.describe import terms_in_words
 from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
+from megatron_loss_agg.exchange import RankTable, StepTable, exchange
+from megatron_loss_agg.masks import Sequences
 from megatron_loss_agg.microbatch import (
     Ids,
     Microbatch,
@@ -36,12 +33,20 @@ from megatron_loss_agg.microbatch import (
     MicrobatchShape,
     checked_by_sample,
     listed,
-    of_term,
+    term_microbatch,
 )
-from megatron_loss_agg.tensors import at_least_fp32, check_tensors, described
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors, described, moved
 from megatron_loss_agg.weighted_sum import weights_of_tokens
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class MicrobatchSums(NamedTuple):
+    """The planned sums of one microbatch, over its tokens on all ranks."""
+
+    mask: float
+    weights: float
+    absolute_weights: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,31 +60,32 @@ class StepPlan:
     aggregation: LossAggregation
     """The aggregation of the step."""
     counts: StepCounts
-    """Over all microbatches of all ranks."""
+    """Counts over all microbatches of all ranks."""
     sizes: Sequence[int]
-    """Samples of each microbatch."""
+    """Number of samples of each microbatch."""
     coefficient_S: Tensor
     """``c_s``, fp64; see `coefficients`."""
     mask_sum_S: Tensor
     """``M_s``, fp64; see `mask_sums`."""
     ids_S: Mapping[Unit, Tensor]
     """int64, by unit; see `ids`."""
-    rows: RankRows
-    """Of this rank's samples and microbatches in the table of all ranks."""
-    has_split_packs: bool
-    """Whether several ranks hold a microbatch of several samples; see `Microbatch.local_cp_size`."""
+    microbatch_rows: Tensor
+    """Row of each of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
+    rows_S: slice | Tensor
+    """Rows of this rank's samples in that table; see `sample_rows`."""
     shapes: Sequence[MicrobatchShape] = ()
-    """Of each microbatch's whole mask; empty in a plan from mask sums."""
+    """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next three."""
     model_tokens: Sequence[int] = ()
     """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
     positions: Sequence[int] = ()
     """Tokens of each microbatch that routers see: its routed tokens, or its mask's elements."""
     sequences: Sequence[Sequences | None] = ()
-    """Of each microbatch with losses by sample, the token sequences behind them."""
+    """Token sequences of each microbatch with losses by sample."""
     microbatches: Sequence[Microbatch] = ()
-    """This rank's, in order; empty where masks are not at hand."""
+    """This rank's microbatches; empty on ranks that do not read data."""
     samples: Samples | None = None
-    """Those of all ranks; None where they are not at hand."""
+    """The samples of all ranks; None on ranks that do not read data."""
+    _moved: dict[Any, Sequence[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def build(
@@ -91,9 +97,9 @@ class StepPlan:
         """Count the step over all ranks, in two collectives.
 
         Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
-        data-parallel group *without* context parallelism (of microbatches with ``local_cp_size``:
-        with it). The plan holds copies of the microbatches, which later edits of the originals do
-        not reach.
+        data-parallel group *without* context parallelism (but with it for microbatches that have a
+        ``local_cp_size``). The plan holds copies of the microbatches, so that later edits of the
+        originals do not change it.
 
         Args:
             agg: the same on every rank.
@@ -116,7 +122,7 @@ class StepPlan:
         """`build` for a loss of several terms, each with a denominator of its own: plans by name.
 
         The loss of the step is the sum of ``multiplier * w_t * loss_t`` over terms, tokens,
-        microbatches and ranks.
+        microbatches and ranks. Terms with masks of their own take two collectives each.
 
         Args:
             terms: by name, the same in the same order on every rank; a bare aggregation has
@@ -151,7 +157,8 @@ class StepPlan:
             mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
                 tensor; or a list of such vectors, one for each microbatch.
             prompt_ids, rollout_ids, dataset_ids, ids, rejected, sample_weights: as in
-                `Microbatch`, for all samples in order; or a list, one entry for each microbatch.
+                `Microbatch`, in the form of ``mask_sums``: for all samples, or a list with one
+                entry for each microbatch.
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
@@ -166,25 +173,27 @@ class StepPlan:
             "sample_weights": sample_weights,
         }
 
-        def rows() -> list[Microbatch]:
-            """A microbatch of samples with all of their mask in one token, for each vector."""
-            vectors = _vectors(mask_sums)
+        def read() -> list[Microbatch]:
+            """A microbatch for each vector; each sample has all of its mask in one token."""
+            has_list = _is_list_of_vectors(mask_sums)
+            vectors = [_vector(x) for x in (mask_sums if has_list else [mask_sums])]
             sizes = [len(x) for x in vectors]
-            by_unit = _by_name(ids)
-            fields = {
-                name: _split(name, x, sizes) for name, x in by_sample.items() if x is not None
-            }
-            units = {unit: _split(f"{unit}_ids", x, sizes) for unit, x in by_unit.items()}
+
+            def entries(name: str, values: Any) -> list[Any]:
+                return _entries(name, values if has_list else [values], sizes)
+
+            columns = {name: entries(name, x) for name, x in by_sample.items() if x is not None}
+            ids_by_unit = {u: entries(f"{u}_ids", x) for u, x in _checked_mapping(ids).items()}
             return [
                 Microbatch(
                     vector.unsqueeze(1),
-                    ids={unit: parts[i] for unit, parts in units.items()},
-                    **{name: parts[i] for name, parts in fields.items()},
+                    ids={unit: column[i] for unit, column in ids_by_unit.items()},
+                    **{name: column[i] for name, column in columns.items()},
                 )
                 for i, vector in enumerate(vectors)
             ]
 
-        plan = plan_step({"": agg}, rows, group)[""]
+        plan = plan_step({"": agg}, read, group)[""]
         return replace(
             plan,
             counts=plan.counts._replace(active_tokens=None),
@@ -195,26 +204,19 @@ class StepPlan:
             microbatches=(),
         )
 
-    @staticmethod
-    def abandon(group: dist.ProcessGroup | None) -> None:
-        """Call instead of a constructor on a rank that failed to read its step and raises.
-
-        The other ranks then raise PeerError instead of hanging.
-        """
-        send_failure(DataError("this rank could not read its step"), group)
-
     def __getstate__(self) -> dict[str, Any]:
-        """Without masks and the samples of other ranks: a few numbers for each sample.
+        """A few numbers for each of this rank's samples, for ranks that do not read data.
 
-        Nor with a custom function, which may be a lambda, and has done its work.
+        Masks, the samples of other ranks, and what is computed on demand stay behind. So does the
+        aggregation, since a custom function may be a lambda: see `broadcast_plans`.
         """
-        aggregation = copy.copy(self.aggregation)
-        object.__setattr__(aggregation, "function", None)
-        return {**vars(self), "aggregation": aggregation, "microbatches": (), "samples": None}
+        state = {x.name: getattr(self, x.name) for x in fields(self)}
+        del state["aggregation"]
+        return {**state, "microbatches": (), "samples": None, "_moved": {}}
 
     @property
     def is_empty(self) -> bool:
-        """Whether every token of the whole step is masked or belongs to a rejected sample."""
+        """Whether every token of the step is masked or belongs to a rejected sample."""
         return self.counts.accepted_tokens == 0
 
     def coefficients(self, i: int) -> Tensor:
@@ -222,11 +224,35 @@ class StepPlan:
 
         With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
         """
-        return self._of_microbatch(self.coefficient_S, i)
+        return self._microbatch_part(self.coefficient_S, i)
+
+    def coefficients_on(
+        self, device: torch.device, dtype: torch.dtype, parts: int = 1
+    ) -> Sequence[Tensor]:
+        """`coefficients` of each microbatch divided by ``parts``, in ``dtype`` on ``device``.
+
+        The first call moves them, for the whole step, on its own stream. Where losses run on several
+        streams (``overlap_moe_expert_parallel_comm``), make that call before the schedule, which
+        then orders its streams after it.
+        """
+        key = (device, dtype, parts)
+        if key not in self._moved:
+            coefficient_S = moved((self.coefficient_S / parts).to(dtype), device)
+            self._moved[key] = coefficient_S.split([*self.sizes])
+        return self._moved[key]
+
+    @cached_property
+    def sums(self) -> Sequence[MicrobatchSums]:
+        """The planned sums of each microbatch."""
+        c_S, mask_sum_S = self.coefficient_S, self.mask_sum_S
+        columns = torch.stack([mask_sum_S, c_S * mask_sum_S, c_S.abs() * mask_sum_S], dim=1)
+        microbatch_S = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
+        sums = columns.new_zeros(len(self.sizes), 3).index_add_(0, microbatch_S, columns)
+        return [MicrobatchSums(*row) for row in sums.tolist()]
 
     def mask_sums(self, i: int) -> Tensor:
         """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
-        return self._of_microbatch(self.mask_sum_S, i)
+        return self._microbatch_part(self.mask_sum_S, i)
 
     def ids(self, unit: Unit, i: int) -> Tensor:
         """Ids by ``unit`` of the samples of microbatch ``i``, int64 [samples].
@@ -239,7 +265,7 @@ class StepPlan:
                 f"ids must be of one of {sorted(self.ids_S)} in this plan, got {unit!r}. Give "
                 f"'{unit}_ids' in every microbatch."
             )
-        return self._of_microbatch(self.ids_S[unit], i)
+        return self._microbatch_part(self.ids_S[unit], i)
 
     def weights(self, i: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Weights of microbatch ``i``, in ``dtype``, with the shape and device of its mask.
@@ -286,17 +312,15 @@ class StepPlan:
         w = self.weights(i, at_least_fp32(advantages.dtype))
         return torch.where(w != 0, advantages.to(w), 0) * w
 
-    @property
-    def microbatch_rows(self) -> Tensor:
-        """Rows of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
-        return self.rows.microbatches
-
     def sample_rows(self, i: int) -> Tensor:
         """Rows of the samples of microbatch ``i`` in the table of all ranks, int64 [samples]."""
-        return self._of_microbatch(self.rows.samples, i)
+        rows_S = self.rows_S
+        if isinstance(rows_S, slice):
+            rows_S = torch.arange(rows_S.start, rows_S.stop)
+        return self._microbatch_part(rows_S, i)
 
-    def _of_microbatch(self, x_S: Tensor, i: int) -> Tensor:
-        """A copy of the part of ``x_S`` that is of microbatch ``i``."""
+    def _microbatch_part(self, x_S: Tensor, i: int) -> Tensor:
+        """A copy of the part of ``x_S`` for microbatch ``i``."""
         i = self._index(i)
         return x_S[self._starts[i] : self._starts[i + 1]].clone()
 
@@ -330,21 +354,13 @@ def plan_of_first_term(plans: Mapping[str, StepPlan]) -> StepPlan:
 def token_shape(plans: Mapping[str, StepPlan], i: int) -> MicrobatchShape:
     """The shape of the tokens of microbatch ``i``, before context parallelism.
 
-    Of several terms that of a pack, if there is one: it says more of the split than rows.
+    If any of several terms has a pack, its shape: its split differs from that of rows.
     """
     shapes = []
     for plan in plans.values():
         sequences = plan.sequences[i]
         shapes.append(plan.shapes[i] if sequences is None else sequences.shape)
     return next((x for x in shapes if x.starts is not None), shapes[0])
-
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """The token sequences of one microbatch from which losses by sample are computed."""
-
-    shape: MicrobatchShape
-    mask_sum: Tensor  # fp64 [sequences]
 
 
 def token_weights(
@@ -395,149 +411,124 @@ def plan_step(
     microbatches: Any,
     group: dist.ProcessGroup | None,
     copies: bool = False,
+    is_evaluation: bool = False,
 ) -> dict[str, StepPlan]:
-    """`StepPlan.build_terms`; unless it ``copies``, plans refer to the given microbatches.
+    """`StepPlan.build_terms`; without ``copies``, plans refer to the microbatches themselves.
 
     Args:
-        microbatches: a list; or a function that returns it, whose failure the other ranks learn of.
+        microbatches: a list, or a function returning it; if it fails, the other ranks raise
+            PeerError.
+        is_evaluation: data sets may lack a weight.
     """
 
-    def read() -> _RankPart:
+    def read() -> tuple[str, dict[str, RankTable]]:
         items = listed(microbatches() if callable(microbatches) else microbatches)
-        by_name = named_terms(terms)
-        # Ranks compare them; one alone skips them, since small steps are fast.
-        words = terms_in_words(by_name) if ranks_of(group) > 1 else ""
-        return _RankPart.of(by_name, words, items, copies)
+        terms_by_name = named_terms(terms)
+        # Ranks compare them. One rank alone saves the time.
+        words = terms_in_words(terms_by_name) if ranks_of(group) > 1 else ""
+        return words, _read_tables(terms_by_name, items, group, copies, is_evaluation)
 
-    parts = gather_objects(read, group, "reading the step")
-    words = dict.fromkeys(part.words for part in parts)
-    if len(words) > 1:
-        raise OptionError(
-            f"all ranks must have the same aggregations, got {' and '.join(words)}. Give every "
-            "rank the same terms in the same order."
-        )
-    rank = 0 if group is None else dist.get_rank(group)
+    tables = exchange(read, group)
     return {
-        name: _plan_of_term(
-            term.aggregation, [part.samples[name] for part in parts], rank, parts[rank].local[name]
-        )
+        name: _plan_term(term.aggregation, tables[name])
         for name, term in named_terms(terms).items()
     }
 
 
-@dataclass(frozen=True, eq=False)
-class _LocalMicrobatches:
-    """This rank's microbatches of one term."""
+def broadcast_plans(
+    make: Callable[[], dict[str, StepPlan]], terms: Mapping[str, Term], group: dist.ProcessGroup
+) -> dict[str, StepPlan]:
+    """The plans that rank 0 of ``group`` makes, on all of its ranks, with their own aggregations.
 
-    microbatches: list[Microbatch]
-    shapes: list[MicrobatchShape]
-    sequences: list[Sequences | None]
-
-
-@dataclass(frozen=True, eq=False)
-class _RankPart:
-    """One rank's part of the step, by term; other ranks get only words and samples."""
-
-    words: str  # the terms, to compare them between ranks
-    samples: dict[str, Samples]
-    local: dict[str, _LocalMicrobatches]
-
-    @classmethod
-    def of(
-        cls, terms: Mapping[str, Term], words: str, items: Sequence[Any], copies: bool
-    ) -> _RankPart:
-        part = cls(words, {}, {})
-        shares_masks = not any(isinstance(x, Mapping) for x in items)
-        first = next(iter(terms))
-        for name, term in terms.items():
-            microbatches = [of_term(name, x) for x in items]
-            check_fields(term.aggregation, microbatches)
-            if shares_masks and name != first:
-                part.samples[name], part.local[name] = part.samples[first], part.local[first]
-                continue
-            if copies:
-                microbatches = [m.copied() for m in microbatches]
-            on_cpu = brought_to_cpu(microbatches)
-            part.samples[name] = read_samples(on_cpu, units_read(terms))
-            part.local[name] = _LocalMicrobatches(
-                microbatches, [m.shape for m in on_cpu], [_sequences(m) for m in on_cpu]
-            )
-        return part
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"words": self.words, "samples": self.samples, "local": {}}
+    Raises:
+        PeerError: ``make`` failed. On rank 0 its own error is raised.
+    """
+    plans = broadcast_result(make, group, 0)
+    for name, plan in plans.items():
+        object.__setattr__(plan, "aggregation", terms[name].aggregation)
+    return plans
 
 
-def _plan_of_term(
-    agg: LossAggregation, parts: Sequence[Samples], rank: int, local: _LocalMicrobatches
-) -> StepPlan:
-    """The plan of one term, from the samples of each rank, and this rank's microbatches."""
-    samples, rows_of_ranks = joined_ranks(parts)
-    of_rank, rows = parts[rank], rows_of_ranks[rank]
+def _read_tables(
+    terms: Mapping[str, Term],
+    items: Sequence[MicrobatchOfTerms],
+    group: dist.ProcessGroup | None,
+    copies: bool,
+    is_evaluation: bool,
+) -> dict[str, RankTable]:
+    """This rank's table for each term: one object for all terms if they share masks."""
+    rank = 0 if group is None else dist.get_rank(group)
+    shares_masks = not any(isinstance(x, Mapping) for x in items)
+    has_function = any(term.aggregation.function is not None for term in terms.values())
+    tables: dict[str, RankTable] = {}
+    for name, term in terms.items():
+        microbatches = [term_microbatch(name, x) for x in items]
+        check_fields(term.aggregation, microbatches)
+        if shares_masks and tables:
+            tables[name] = next(iter(tables.values()))
+            continue
+        units = {*units_read(terms)}
+        if has_function:  # which may group by any ids
+            units |= {unit for m in microbatches for unit in m.ids}
+        if copies:
+            microbatches = [m.copied() for m in microbatches]
+        tables[name] = RankTable(microbatches, sorted(units), rank, ranks_of(group), is_evaluation)
+    return tables
+
+
+def _plan_term(agg: LossAggregation, table: StepTable) -> StepPlan:
+    samples, rank_table, rows_S = table.samples, table.rank_table, table.sample_rows
     c_S, across = coefficients(agg, samples)
-    sizes_M = torch.bincount(samples.microbatch, minlength=samples.microbatches)
     return StepPlan(
         aggregation=agg,
         counts=counts_of(agg, samples, across),
-        sizes=[m.num_samples for m in local.microbatches],
-        coefficient_S=c_S[rows.samples],
-        mask_sum_S=of_rank.mask_sum,
-        ids_S={unit: x[rows.samples] for unit, x in samples.ids.items()},
-        rows=rows,
-        has_split_packs=bool(((samples.holders > 1) & (sizes_M > 1)).any()),
-        shapes=local.shapes,
-        model_tokens=of_rank.model_tokens.tolist(),
-        positions=of_rank.positions.tolist(),
-        sequences=local.sequences,
-        microbatches=local.microbatches,
+        sizes=rank_table.sizes,
+        # Copies, since views would keep, and pickle, the samples of all ranks.
+        coefficient_S=c_S[rows_S].clone(),
+        mask_sum_S=rank_table.samples.mask_sum,
+        ids_S={unit: x[rows_S].clone() for unit, x in samples.ids.items()},
+        microbatch_rows=table.microbatch_rows,
+        rows_S=rows_S,
+        shapes=rank_table.shapes,
+        model_tokens=rank_table.samples.model_tokens.tolist(),
+        positions=rank_table.samples.positions.tolist(),
+        sequences=rank_table.sequences,
+        microbatches=rank_table.microbatches,
         samples=samples,
     )
 
 
-def _sequences(microbatch: Microbatch) -> Sequences | None:
-    of_tokens = microbatch.sequences
-    if of_tokens is None:
-        return None
-    return Sequences(of_tokens.shape, sums_by_sample([of_tokens]))
+def _is_list_of_vectors(mask_sums: Any) -> bool:
+    """Whether there is a vector for each microbatch. An empty list is a rank without any."""
+    return isinstance(mask_sums, (list, tuple)) and not any(_is_number(x) for x in mask_sums)
 
 
-def _vectors(mask_sums: Any) -> list[Tensor]:
-    """fp64 [samples] of each microbatch; all samples are one microbatch if there is no list."""
-    is_list = isinstance(mask_sums, (list, tuple))
-    # An empty list is a rank without microbatches.
-    is_vector = not is_list or any(_is_number(x) for x in mask_sums)
-    vectors = []
-    for x in [mask_sums] if is_vector else mask_sums:
-        vector = torch.as_tensor(x, dtype=torch.float64).detach().cpu()
-        if vector.dim() != 1:
-            raise DataError(
-                "mask_sums must be a vector of numbers, one for each sample, or a list of such "
-                f"vectors, got {described(vector)}. Flatten it."
-            )
-        vectors.append(vector)
-    return vectors
+def _vector(mask_sums: Any) -> Tensor:
+    vector = torch.as_tensor(mask_sums, dtype=torch.float64).detach().cpu()
+    if vector.dim() != 1:
+        raise DataError(
+            "mask_sums must be a vector of numbers, one for each sample, or a list of such "
+            f"vectors, got {described(vector)}. Flatten it."
+        )
+    return vector
 
 
-def _by_name(ids: Any) -> Mapping[str, Any]:
-    if ids is None:
-        return {}
-    if not isinstance(ids, Mapping):
+def _checked_mapping(ids: Any) -> Mapping[str, Any]:
+    if ids is not None and not isinstance(ids, Mapping):
         raise DataError(
             f"ids must be a mapping by unit, got a {type(ids).__name__}. Give {{unit: ids}}."
         )
-    return ids
+    return ids or {}
 
 
-def _split(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
-    """``values`` of each microbatch, whether they come by microbatch or for all samples at once."""
+def _entries(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
+    """The entry of each microbatch, checked."""
     is_list = isinstance(values, (list, tuple))
-    is_vector = not is_list or any(isinstance(x, str) or _is_number(x) for x in values)
-    if is_vector or (not values and sizes):
-        return list(checked_by_sample(name, values, sum(sizes)).split(list(sizes)))
-    if len(values) != len(sizes):
+    if not is_list or len(values) != len(sizes):
+        got = f"{len(values)} entries" if is_list else described(values)
         raise DataError(
             f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, "
-            f"or be one vector for all samples, got {len(values)} entries. Correct its length."
+            f"got {got}. Give a list like that of mask_sums."
         )
     return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
 

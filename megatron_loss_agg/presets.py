@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Preset:
-    """The `LossAggregation` fields of one preset, and what it was compared with."""
+    """The `LossAggregation` fields of one preset, and the function that it was compared with.
+
+    docs/modes.md lists where that system's own result may differ.
+    """
 
     mode: str
     # The release or commit, and the function in it.
     compared_with: str
-    # Where that system's own result may differ; empty where it does not.
-    caveat: str = ""
     needs_divisor: bool = False
     count: str | None = None
     empty: str = "count"
@@ -39,16 +40,6 @@ _PRIME_RL = "PrimeIntellect-ai/prime-rl at 559b447: compute_loss"
 _SWIFT = "ms-swift 4.6.0: MegatronGRPOTrainer.loss_func"
 _TRINITY = "trinity-rft 0.6.0: PPOPolicyLossFn, as its verl_legacy trainer scales it"
 
-_MAX_1 = (
-    "divides by the sum over samples of max(M_s, 1): a sample without tokens counts as one token"
-)
-_N_TIMES = "its verl trainer does not divide by the n microbatches of a rank: n times as much"
-_OF_PARTS = "under context parallelism a mean over each rank's part of a microbatch"
-_GENERATION_BATCH = (
-    "divides by the tokens of the generation batch times the step's fraction of its microbatches: "
-    "the same only where one step uses the whole generation batch"
-)
-
 PRESETS: dict[str, Preset] = {
     "skyrl/token_mean": Preset("token_mean", _SKYRL),
     "skyrl/token_mean_legacy": Preset("microbatch_mean", _SKYRL),
@@ -59,22 +50,12 @@ PRESETS: dict[str, Preset] = {
     "verl/token-sum": Preset("sum", _VERL),
     "verl/seq-mean-token-sum": Preset("sample_sum", _VERL),
     "verl/seq-mean-token-mean": Preset("sample_mean", _VERL),
-    "verl/seq-mean-token-sum-norm": Preset(
-        "constant",
-        _VERL,
-        needs_divisor=True,
-        caveat="without loss_scale_factor it divides by the padded width of the microbatch; before "
-        "2026 (up to 0.7.0) it did not divide by the number of samples",
-    ),
-    "slime/token_mean": Preset("token_mean", _SLIME, caveat=_MAX_1),
+    "verl/seq-mean-token-sum-norm": Preset("constant", _VERL, needs_divisor=True),
+    "slime/token_mean": Preset("token_mean", _SLIME),
     "slime/sample_mean": Preset("rollout_mean", _SLIME),
-    "slime/prompt_mean": Preset(
-        "prompt_mean",
-        _SLIME_MODES,
-        caveat="takes the number of prompts to be that of rollouts over n_samples_per_prompt",
-    ),
+    "slime/prompt_mean": Preset("prompt_mean", _SLIME_MODES),
     "slime/constant": Preset("constant", _SLIME_MODES, needs_divisor=True, count="rollout"),
-    "miles/token_mean": Preset("token_mean", _MILES, caveat=_MAX_1),
+    "miles/token_mean": Preset("token_mean", _MILES),
     "miles/sample_mean": Preset("rollout_mean", _MILES),
     "miles/constant": Preset("constant", _MILES_REDUCER, needs_divisor=True, count="rollout"),
     "open-instruct/token": Preset("token_mean", _OPEN_INSTRUCT),
@@ -86,32 +67,19 @@ PRESETS: dict[str, Preset] = {
     "areal/seq_mean": Preset("sample_mean", _AREAL_MODES, empty="skip"),
     "areal/prompt_mean": Preset("prompt_mean", _AREAL_MODES, empty="skip"),
     "areal/constant": Preset("constant", _AREAL_MODES, needs_divisor=True, empty="skip"),
-    "roll/token-mean": Preset(
-        "token_mean", _ROLL, caveat="adds up masked tokens, too: right where their losses are 0"
-    ),
+    "roll/token-mean": Preset("token_mean", _ROLL),
     "roll/seq-mean-token-sum": Preset("sample_sum", _ROLL, empty="skip"),
     "roll/seq-mean-token-mean": Preset("sample_mean", _ROLL, empty="skip"),
-    "roll/seq-mean-token-sum-norm": Preset(
-        "sum", _ROLL, needs_divisor=True, caveat="its D is the padded width of the microbatch"
-    ),
+    "roll/seq-mean-token-sum-norm": Preset("sum", _ROLL, needs_divisor=True),
     "tunix/token-mean": Preset("token_mean", _TUNIX),
     "tunix/sequence-mean-token-mean": Preset("sample_mean", _TUNIX, empty="skip"),
-    "tunix/sequence-mean-token-scale": Preset(
-        "constant", _TUNIX, needs_divisor=True, empty="skip", caveat="its D is the padded width"
-    ),
+    "tunix/sequence-mean-token-scale": Preset("constant", _TUNIX, needs_divisor=True, empty="skip"),
     "tunix/seq-mean-token-sum": Preset("sample_sum", _TUNIX, empty="skip"),
-    "tunix/sequence-mean-token-sum-norm": Preset(
-        "sample_sum", _TUNIX, caveat="samples without tokens do not count where it packs"
-    ),
+    "tunix/sequence-mean-token-sum-norm": Preset("sample_sum", _TUNIX),
     "prime-rl/default": Preset("token_mean", _PRIME_RL),
-    "trinity/token-mean": Preset(
-        "microbatch_mean",
-        _TRINITY,
-        caveat="by default (use_dynamic_bsz) a microbatch is weighted by its number of samples; "
-        + _N_TIMES,
-    ),
-    "trinity/seq-mean-token-sum": Preset("sample_sum", _TRINITY, caveat=_N_TIMES),
-    "trinity/seq-mean-token-mean": Preset("sample_mean", _TRINITY, caveat=_N_TIMES),
+    "trinity/token-mean": Preset("microbatch_mean", _TRINITY),
+    "trinity/seq-mean-token-sum": Preset("sample_sum", _TRINITY),
+    "trinity/seq-mean-token-mean": Preset("sample_mean", _TRINITY),
     "ms-swift/grpo": Preset("sample_mean", _SWIFT),
     "ms-swift/sapo": Preset("sample_mean", _SWIFT),
     "ms-swift/bnpo": Preset("token_mean", _SWIFT),
@@ -121,19 +89,15 @@ PRESETS: dict[str, Preset] = {
     "ms-swift/dr_grpo": Preset("constant", _SWIFT, needs_divisor=True),
     "trl/grpo": Preset("sample_mean", _TRL),
     "trl/bnpo": Preset("microbatch_mean", _TRL),
-    "trl/dapo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
+    "trl/dapo": Preset("token_mean", _TRL),
     "trl/dr_grpo": Preset("constant", _TRL, needs_divisor=True),
     "trl/sapo": Preset("sample_mean", _TRL),
-    "trl/cispo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
-    "trl/vespo": Preset("token_mean", _TRL, caveat=_GENERATION_BATCH),
-    "trl/luspo": Preset(
-        "sample_sum",
-        _TRL,
-        caveat="the same only at importance_sampling_level 'sequence', which TRL recommends for it",
-    ),
-    "megatron/default": Preset("microbatch_mean", _MEGATRON, caveat=_OF_PARTS),
+    "trl/cispo": Preset("token_mean", _TRL),
+    "trl/vespo": Preset("token_mean", _TRL),
+    "trl/luspo": Preset("sample_sum", _TRL),
+    "megatron/default": Preset("microbatch_mean", _MEGATRON),
     "megatron/per-token": Preset("token_mean", _MEGATRON),
-    "megatron-bridge/default": Preset("microbatch_mean", _BRIDGE, caveat=_OF_PARTS),
+    "megatron-bridge/default": Preset("microbatch_mean", _BRIDGE),
     "megatron-bridge/per-token": Preset("token_mean", _BRIDGE),
 }
 """``system/its own name`` -> the aggregation with that system's formula."""
@@ -143,5 +107,5 @@ SYSTEMS = tuple(dict.fromkeys(name.partition("/")[0] for name in PRESETS))
 
 
 def presets_of(system: str) -> list[str]:
-    """The names of its presets; none for a system that has none here."""
+    """The names of the presets of ``system``; empty if it has none."""
     return [name for name in PRESETS if name.startswith(f"{system}/")]

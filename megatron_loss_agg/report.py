@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.errors import DataError
@@ -33,7 +36,7 @@ class Mean:
 
         With a mask as weights this is the mean over its tokens; with `StepPlan.weights`, the plan's
         own average. Values that several ranks have, such as rewards under context parallelism,
-        count once per rank in both sums, which leaves the mean unchanged.
+        count once per rank in both sums, and the mean is unchanged.
 
         Summed in fp64 if either input is fp64, the values are integers or bool, or the weights are
         integers (sums of integers are exact up to 2^53); otherwise in fp32.
@@ -72,7 +75,7 @@ class Sum:
         """``sum w * v``; values of weight 0 are ignored, even NaN.
 
         With the weights of the loss (``TokenLoss(report=)``), the values are aggregated as the
-        losses are. Dtypes, arguments and errors are as of `Mean.of`.
+        losses are. Dtypes, arguments and errors are those of `Mean.of`.
         """
         return cls(Mean.of(values, weights).sum)
 
@@ -81,48 +84,48 @@ class Sum:
         return self.sum
 
 
-@dataclass(frozen=True)
-class Max:
-    """A maximum; -inf if nothing was counted."""
+_T = TypeVar("_T", bound="_Extreme")
 
-    max: Tensor
+
+@dataclass(frozen=True)
+class _Extreme:
+    extreme: Tensor
     """A scalar."""
+    _nothing: ClassVar[float]
 
     @classmethod
-    def of(cls, values: Tensor, mask: Tensor) -> Max:
-        """Maximum over the positions where ``mask`` is not 0, in fp64.
+    def of(cls: type[_T], values: Tensor, mask: Tensor) -> _T:
+        """The extreme over the positions where ``mask`` is not 0, in fp64.
 
         Raises:
             DataError: not two real tensors of the same shape.
         """
-        return cls(_masked(values, mask, -torch.inf).amax())
+        check_tensors(DataError, "real", values=values, mask=mask)
+        masked = values.detach().double().masked_fill(mask == 0, cls._nothing).reshape(-1)
+        # One more value, so that there is one even without any.
+        return cls(_REDUCTIONS[cls](pad(masked, (0, 1), value=cls._nothing), 0))
 
     def value(self) -> Tensor:
-        """The maximum."""
-        return self.max
+        """The extreme."""
+        return self.extreme
 
 
-@dataclass(frozen=True)
-class Min:
+class Max(_Extreme):
+    """A maximum; -inf if nothing was counted."""
+
+    _nothing = -math.inf
+
+
+class Min(_Extreme):
     """A minimum; inf if nothing was counted."""
 
-    min: Tensor
-    """A scalar."""
-
-    @classmethod
-    def of(cls, values: Tensor, mask: Tensor) -> Min:
-        """Minimum over the positions where ``mask`` is not 0; otherwise as `Max.of`."""
-        return cls(_masked(values, mask, torch.inf).amin())
-
-    def value(self) -> Tensor:
-        """The minimum."""
-        return self.min
+    _nothing = math.inf
 
 
 Metric = Mean | Sum | Max | Min
 """The metrics that `reduce_reports` reduces."""
 
-_OVER: Mapping[type[Metric], Callable[[Tensor, int], Tensor]] = {
+_REDUCTIONS: Mapping[type[Any], Callable[[Tensor, int], Tensor]] = {
     Mean: torch.sum,
     Sum: torch.sum,
     Max: torch.amax,
@@ -153,23 +156,23 @@ def reduce_reports(
             ranks differ, it is raised on every rank of ``group``.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
-    of_ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
+    ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
     in_words = [
         ", ".join(f"{kind.__name__} {name!r}" for name, kind in kinds.items()) or "nothing"
-        for kinds, _ in of_ranks
+        for kinds, _ in ranks
     ]
     if len({*in_words}) > 1:
         raise DataError(
             f"all ranks must report the same metrics, got {' and '.join(dict.fromkeys(in_words))}. "
             "Report the same names and kinds on every rank."
         )
-    kinds, _ = of_ranks[0]
+    kinds, _ = ranks[0]
     sizes = [len(fields(kind)) for kind in kinds.values()]
-    rows = torch.tensor([values for _, values in of_ranks], dtype=torch.float64)
+    rows = torch.tensor([values for _, values in ranks], dtype=torch.float64)
     columns = rows.split(sizes, dim=1)
     return {
-        name: float(kind(*_OVER[kind](of_kind, 0)).value())
-        for (name, kind), of_kind in zip(kinds.items(), columns, strict=True)
+        name: float(kind(*_REDUCTIONS[kind](values, 0)).value())
+        for (name, kind), values in zip(kinds.items(), columns, strict=True)
     }
 
 
@@ -177,22 +180,22 @@ def _over_microbatches(
     reports: Iterable[Mapping[str, Metric | Tensor]],
 ) -> tuple[dict[str, type[Metric]], list[float]]:
     """This rank's metrics of the step, sorted: kinds by name, and the fields of all of them."""
-    of_step = list(reports)
+    step_reports = list(reports)
     by_name: defaultdict[str, list[tuple[type[Metric], Tensor]]] = defaultdict(list)
-    for report in of_step:
+    for report in step_reports:
         for name, value in report.items():
             by_name[name].append(_kind_and_fields(name, value))
     kinds, reduced = {}, []
     for name, metrics in sorted(by_name.items()):
         kind, *others = {kind for kind, _ in metrics}
-        if others or len(metrics) != len(of_step):
+        if others or len(metrics) != len(step_reports):
             got = " or ".join(sorted({kind.__name__ for kind, _ in metrics}))
             raise DataError(
                 f"metric {name!r} must be of one kind and in every microbatch, got a {got} in "
-                f"{len(metrics)} of {len(of_step)} microbatches. Report it in each."
+                f"{len(metrics)} of {len(step_reports)} microbatches. Report it in each."
             )
         kinds[name] = kind
-        reduced.append(_OVER[kind](torch.stack([values for _, values in metrics]), 0))
+        reduced.append(_REDUCTIONS[kind](torch.stack([values for _, values in metrics]), 0))
     # All metrics in one tensor, to copy them from the device once.
     return kinds, torch.cat(reduced).tolist() if reduced else []
 
@@ -210,13 +213,6 @@ def _kind_and_fields(name: str, value: Metric | Tensor) -> tuple[type[Metric], T
             f"count], got {value!r}. Make it with Mean.of(values, weights)."
         )
     return kind, torch.stack([x.detach().double().reshape(()) for x in scalars])
-
-
-def _masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
-    """fp64 [values + 1]: ``fill`` where the mask is 0, and at the end so that it is never empty."""
-    check_tensors(DataError, "real", values=values, mask=mask)
-    masked = values.detach().double().masked_fill(mask == 0, fill).reshape(-1)
-    return torch.nn.functional.pad(masked, (0, 1), value=fill)
 
 
 def _sum_dtype(values: torch.dtype, weights: torch.dtype) -> torch.dtype:

@@ -23,10 +23,10 @@ class SequenceSum:
 
         mean_log_prob = sums(log_probs) / sums.lengths      # IPO, SimPO
 
-    A call takes one all-reduce over the context-parallel group. So does its backward pass, which
-    sums the gradients of all ranks' results, since every rank's loss depends on every rank's
-    values. All ranks must therefore call it, and run backward, the same number of times, even
-    without active tokens.
+    A call takes one all-reduce over the context-parallel group, and its backward pass another one:
+    every rank's loss depends on every rank's values, so the gradients of all results are summed. All
+    ranks must therefore call it, and run backward, the same number of times, even without active
+    tokens.
 
     Values at masked positions are ignored, even NaN.
 
@@ -74,7 +74,7 @@ class SequenceSum:
             rows = torch.arange(microbatch.num_samples, device=mask.device)
             sample_index = rows.repeat_interleave(mask.shape[-1])
         self.sample_index = sample_index
-        self._mask = mask.to(torch.float64, copy=True)  # the script may change its own
+        self._mask = mask.to(torch.float64, copy=True)  # the script may change its mask later
         self._group = group if ranks_of(group) > 1 else None
 
     def __call__(self, values: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ class SequenceSum:
 class SequenceMean:
     """Mean over the active tokens of each sequence, at each of its tokens.
 
-    That is ``sum(mask * value) / sum(mask)`` over the *whole* sequence. Takes the collectives of a
-    `SequenceSum`, whose arguments and errors it has. The mean is 0 for sequences without active
-    tokens and for tokens outside of all sequences.
+    That is ``sum(mask * value) / sum(mask)`` over the *whole* sequence. Arguments, collectives and
+    errors are those of `SequenceSum`. The mean is 0 for sequences without active tokens and for
+    tokens outside of all sequences.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SequenceMean:
         """The sequence mean at every token; ``values``' dtype, or fp32 for half precision.
 
         Args:
-            values: as of a `SequenceSum`.
+            values: as in `SequenceSum`.
         """
         means = self._sum.in_fp64(values) * self._inverse_lengths
         mean_of_token = pad(means, (0, 1))[self._sum.sample_index]

@@ -1,4 +1,4 @@
-"""Helpers for tensors: dtypes, devices, and checks of what a caller passes."""
+"""Helpers for tensors: dtypes, devices, and checks of a caller's tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or fp32 where that is wider: half precision cannot hold sums or counts."""
+    """The wider of ``dtype`` and fp32: half precision cannot hold sums or counts."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` on ``device`` without a wait for it; in ``dtype``, if given."""
+    """``x`` on ``device``, without waiting for it; in ``dtype``, if there is one."""
     if x.device != device:
         if x.is_cpu and torch.accelerator.is_available():
             x = x.pin_memory()

@@ -31,9 +31,10 @@ def weights_of_tokens(
     coefficient_S = moved(coefficient_S, mask.device, computed)
     if starts is None:
         return (mask * coefficient_S.view(-1, 1)).to(dtype)
-    # Tokens after the last sample get 0. Passing `output_size` avoids a wait for the device.
+    # Tokens after the last sample get 0. Passing `output_size` avoids a wait for the device, and
+    # int32 halves the index of every token that `repeat_interleave` makes.
     tokens = mask.numel()
-    lengths = pad(moved(starts, mask.device), (0, 1), value=tokens).diff()
+    lengths = moved(pad(starts, (0, 1), value=tokens).diff().to(torch.int32), mask.device)
     coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(lengths, output_size=tokens)
     return (coefficient_T.view(mask.shape) * mask).to(dtype)
 
@@ -60,7 +61,7 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
-    """`weighted_sum` of tensors that are known to fit."""
+    """`weighted_sum` without a check of its arguments."""
     dtype = torch.promote_types(w.dtype, token_loss.dtype)
     if not dtype.is_floating_point:
         dtype = torch.float32
@@ -68,9 +69,8 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     # `flatten`, unlike `reshape`, adds no node to the graph for a vector.
     w, losses = w.detach().to(wide).flatten(), token_loss.to(wide).flatten()
     total = torch.dot(losses, w)
-    # The gradient is w even where losses are not finite: only the value needs a repair, since NaN * 0
-    # is NaN. Losses are selected only if they may not be finite: on a CPU, looking costs less than
-    # selecting; on a device, it would wait.
+    # The gradient is w even where losses are not finite. Only the value needs a repair, since NaN * 0
+    # is NaN. On a CPU it is cheaper to look first whether it does; on a device that would wait.
     if not _is_known_finite(total):
         with torch.no_grad():
             total.detach().copy_(torch.dot(torch.where(w != 0, losses, 0), w))
@@ -78,7 +78,7 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def _is_known_finite(total: Tensor) -> bool:
-    """Whether ``total`` is finite; False if that is unknown without a wait for the device."""
+    """Whether ``total`` is finite; False if only a wait for the device could show it."""
     if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
@@ -88,11 +88,11 @@ def _is_known_finite(total: Tensor) -> bool:
 
 
 def weigh(output: Tensor, weights: Tensor) -> Tensor:
-    """``output`` itself, whose gradient is multiplied by ``weights``.
+    """``output`` itself, with its gradient multiplied by ``weights``.
 
-    For a loop whose loss is a sum or a mean of ``loss(output_t)`` that cannot be replaced: where it
-    divides by M, ``weights = M * w_t`` makes the gradient that of ``sum_t w_t * loss_t``. The
-    reported loss stays the loop's own.
+    This serves a loop whose loss is a sum or a mean of ``loss(output_t)`` and cannot be replaced.
+    Where the loop divides by M, ``weights = M * w_t`` makes the gradient that of
+    ``sum_t w_t * loss_t``. The loop still reports its own loss.
 
     Args:
         output: log-probabilities, values or losses, a number for each token.
@@ -106,7 +106,7 @@ def weigh(output: Tensor, weights: Tensor) -> Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by weights."""
+    """The identity, with its gradient multiplied by weights."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weights: Tensor) -> Tensor:

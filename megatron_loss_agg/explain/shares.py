@@ -118,13 +118,13 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     for s, sample in enumerate(samples):
         by_microbatch.setdefault(json.dumps([sample.rank, sample.microbatch]), []).append(s)
     tokens = torch.tensor([sample.tokens for sample in samples], dtype=torch.float64)
-    in_order = [samples[s] for members in by_microbatch.values() for s in members]
+    in_order = [[samples[s] for s in members] for members in by_microbatch.values()]
     plan = StepPlan.from_mask_sums(
         agg,
         [tokens[members] for members in by_microbatch.values()],
-        prompt_ids=_strings([sample.prompt for sample in in_order]),
-        rollout_ids=_strings([sample.rollout for sample in in_order]),
-        dataset_ids=_strings([sample.dataset for sample in in_order]),
+        prompt_ids=_strings([[sample.prompt for sample in part] for part in in_order]),
+        rollout_ids=_strings([[sample.rollout for sample in part] for part in in_order]),
+        dataset_ids=_strings([[sample.dataset for sample in part] for part in in_order]),
     )
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(by_microbatch.values()):
@@ -132,8 +132,8 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     return Shares(agg, tokens, per_token, formula(agg, plan.counts))
 
 
-def _strings(values: Sequence[Any]) -> list[str] | None:
+def _strings(values: Sequence[Sequence[Any]]) -> list[list[str]] | None:
     """Equal strings for equal JSON values; None if they are unknown."""
-    if values[0] is None:
+    if values[0][0] is None:
         return None
-    return [json.dumps(value, sort_keys=True) for value in values]
+    return [[json.dumps(value, sort_keys=True) for value in part] for part in values]

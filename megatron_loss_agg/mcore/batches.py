@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
-from megatron_loss_agg.counting import NO_DATASET
 from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
@@ -33,6 +32,9 @@ HOW_TO_READ = (
     "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
     "your own LossHook(read_batch=...))"
 )
+
+NO_DATASET = -1
+"""The id of samples of an evaluation that reads one data set, without ids."""
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
 """Batch keys of integers by token that the model is called with. Positions tell no tokens apart."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.collectives import any_rank, broadcast_result, failing_together
+from megatron_loss_agg.collectives import any_rank, failing_together
 from megatron_loss_agg.errors import DataError, HostError, PeerError
 from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
@@ -44,7 +44,7 @@ from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
 from megatron_loss_agg.mcore.split import starts_on_rank, weights_on_rank
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
-from megatron_loss_agg.plan import StepPlan, plan_of_first_term, plan_step
+from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 if TYPE_CHECKING:
@@ -187,8 +187,10 @@ class Step:
         ):
             if not groups.is_last_stage:
                 return None
-            make = functools.partial(plan_step, call.terms, read, groups.count_group)
-            plans = broadcast_result(make, groups.tp, 0)
+            make = functools.partial(
+                plan_step, call.terms, read, groups.count_group, is_evaluation=not call.trains
+            )
+            plans = broadcast_plans(make, call.terms, groups.tp)
             if refuses_empty and is_empty(call, plans):
                 raise DataError(
                     "a step must have an active token, and every token is masked or rejected. Fix "

@@ -266,9 +266,8 @@ def test_mask_sums_and_their_ids_may_have_any_form(ids):
     for sums in FORMS:
         plan = StepPlan.from_mask_sums(agg, sums, prompt_ids=ids)
         assert plan.coefficients(0).tolist() == expected
-    for of_all in (ids, [ids[:1], ids[1:]]):
-        plan = StepPlan.from_mask_sums(agg, [SUMS[:1], SUMS[1:]], prompt_ids=of_all)
-        assert [*plan.coefficients(0).tolist(), *plan.coefficients(1).tolist()] == expected
+    plan = StepPlan.from_mask_sums(agg, [SUMS[:1], SUMS[1:]], prompt_ids=[ids[:1], ids[1:]])
+    assert [*plan.coefficients(0).tolist(), *plan.coefficients(1).tolist()] == expected
     wide = StepPlan.from_mask_sums(aggregation("token_mean"), [2.0**24 + 1, 1.0])
     assert wide.counts.tokens == 2**24 + 2  # summed in fp64
 

@@ -318,6 +318,21 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         partial(a_pack, [0, 6], mask=ROWS),
     ),
     (DataError, "^loss_mask must be a real, dense tensor, got a list", weighing([1.0, 1.0])),
+    *(
+        (
+            DataError,
+            f"^loss_mask must be bool, uint8, a signed integer, .*, got a {dtype} tensor of shape "
+            r"\(2, 3\). Convert it",
+            weighing(ROWS.to(dtype)),
+        )
+        for dtype in (
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+        )
+    ),
     (
         DataError,
         "^model_inputs must have an integer for each of the 6 elements of loss_mask, got a torch.in",
@@ -468,7 +483,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^prompt_ids must have one entry for each of the 2 microbatches of mask_sums, .*, got 1 entr",
+        "^prompt_ids must have one entry for each of the 2 microbatches of mask_sums, got 1 entr",
         of_sums([[1.0]] * 2, PROMPT_MEAN, prompt_ids=[["a"] * 2]),
     ),
     (

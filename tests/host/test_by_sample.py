@@ -135,6 +135,23 @@ def test_an_evaluation_of_one_data_set_without_ids_has_the_plain_mean() -> None:
     assert_exact(TOPOLOGIES["dp2"], [case], lambda _: (reference().gradient(weights), reports))
 
 
+def test_an_evaluation_may_read_data_sets_without_a_weight() -> None:
+    # As a blend of validation data does, which may have more of them. Their weight is 1.
+    weight_of = {d: w for d, w in WEIGHT_OF.items() if d in (0, 2)}
+    options = {"sample_weights": "count", "dataset_weights": weight_of}
+    batch = partial(scripts.by_sample, dataset_id=DATASETS)
+    case = Case("sample_mean", options, layout="bshd", batch=batch, call={"forward_only": True})
+
+    def sample(i: int, _: tuple[int, ...]) -> oracle.Sample:
+        d = DATASETS[i]
+        weight = weight_of.get(d, 1.0)
+        return dataclasses.replace(sequences()[i].sample, dataset=d, weight=weight)
+
+    weights = weights_with("sample_mean", case.places, sample, sample_weights="count")
+    reports = {"sample_mean loss": reference().loss(weights)}
+    assert_exact(TOPOLOGIES["dp2"], [case], lambda _: (reference().gradient(weights), reports))
+
+
 def weights_by_turn(case: Case) -> Expected:
     """The mean over samples of the mean over the runs of their masks of that over a run's tokens."""
     order = [i for rank in case.places for of_mb in rank for i in of_mb]

@@ -520,7 +520,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [
         *("sum", as_they_are, of_samples),
     ),
     (
-        "DataError: all ranks that hold a microbatch must give the same whole microbatch, got different",
+        "DataError: all context-parallel ranks must read the same batches, got different masks",
         *("sum", local_masks, packed_step),
     ),
     (

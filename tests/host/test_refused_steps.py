@@ -84,17 +84,17 @@ def by_padded_offsets(iterator: Any, model: Any) -> Any:
 
 
 NO_OFFSETS = "DataError: a batch of packed sequences must have 'cu_seqlens' ... Add that key"
+REAL_OFFSETS = Case(
+    places=(((6, 1), (9, 1)),), layout="thd", batch=real_offsets_alone, step=by_padded_offsets
+)
+OTHER_STARTS = (
+    "DataError: the samples of a pack must begin where the model's sequences do, [0, 8], got [0, 5]. "
+    "Give the batch key 'cu_seqlens_padded' beside"
+)
 BATCHES = {
-    "real offsets of a padded pack": Refusal(
-        "DataError: the samples of a pack must begin where the model's sequences do, [0, 8], got "
-        "[0, 5]. Give the batch key 'cu_seqlens_padded' beside",
-        Case(
-            places=(((6, 1), (9, 1)),),
-            layout="thd",
-            batch=real_offsets_alone,
-            step=by_padded_offsets,
-        ),
-        "dp1",
+    "real offsets of a padded pack": Refusal(OTHER_STARTS, REAL_OFFSETS, "dp1"),
+    "real offsets of a padded pack, under a custom function": Refusal(
+        OTHER_STARTS, replace(REAL_OFFSETS, mode="custom"), "tp2"
     ),
     "no prompts": Refusal(
         "DataError: a batch must have 'prompt_ids', an id for each sample, got the keys ['labels', 'lo",

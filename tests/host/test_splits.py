@@ -128,6 +128,12 @@ def short_rows() -> Batch:
     return {key: x for key, x in whole.items() if not key.startswith("cu_seqlens")}
 
 
+def few_tokens() -> Batch:
+    """One row of 10 tokens, and padding behind them."""
+    whole = padded((10, TOKENS), padding=31)
+    return {key: x for key, x in whole.items() if not key.startswith("cu_seqlens")}
+
+
 def telling() -> Batch:
     """A pack whose mask fits one split alone."""
     random = torch.rand(1, TOKENS, generator=torch.Generator().manual_seed(1))
@@ -542,6 +548,19 @@ OF_PARTS = {
     "a gathered pack that is short, contiguous where zigzag_pack is declared": misdeclared(
         "contiguous", "zigzag_pack", padded((28, 48), padding=31), script=BLIND
     ),
+    # Ten tokens are at the start of the first rank's part in every split; padding alone is elsewhere.
+    **{
+        f"gathered {name}, {split} by default, after a step that fits every split": Refusal(
+            f"DataError: microbatch 0 must be split ... as declared, zigzag, got {split}. Give",
+            steps(split, *batches, script=BLIND),
+            "cp2",
+        )
+        for name, split, batches in (
+            ("rows", "contiguous", (few_tokens(), rows())),
+            ("rows in a third step", "contiguous", (few_tokens(), few_tokens(), rows())),
+            ("packs with a tail", "zigzag_pack", (padded((10, 40), padding=31), LONE)),
+        )
+    },
     "gathered rows without tokens of the batch": of_pack(
         "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows
     ),

@@ -184,7 +184,7 @@ def replanned(
             check_fields(agg, plan.microbatches)
             c_S, across = coefficients(agg, plan.samples)
             counts = counts_of(agg, plan.samples, across)
-            results.append((c_S[plan.rows.samples], counts))
+            results.append((c_S[plan.rows_S].clone(), counts))
         return results
 
     results = broadcast_result(replan, call.groups.tp, 0)

@@ -1,0 +1,364 @@
+"""The exchange of a step: the samples of every rank become one table, the same on all ranks.
+
+A rank sends two rows of int64, and no objects. The first is a `Header` of fixed length. The headers
+of all ranks determine the `Columns`, and so the length of the second row, which has a number for
+each microbatch and each sample. Every column is padded to the length that the rank with the most
+microbatches or samples needs, so that all ranks are decoded at once:
+
+    [ranks, length]  ->  [ranks, columns, most samples]  ->  [samples of the step] of each column
+
+Only if a rank failed, or if ranks disagree on names, do they gather texts as objects.
+
+Suffixes: ``_R`` one number for each rank, ``_M`` one for each microbatch, ``_S`` one for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import BY_ID, Unit
+from megatron_loss_agg.collectives import (
+    all_gather,
+    failing_together,
+    gather_objects,
+    ranks_of,
+    send_failure,
+)
+from megatron_loss_agg.counting import Samples, read_samples
+from megatron_loss_agg.dynamic_cp import HeldMicrobatches
+from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.masks import Sequences, brought_to_cpu
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape, hashed
+
+_READING = "reading the step"
+_PADDING = -1
+"""Fills columns of microbatches. No microbatch has this number of samples."""
+_ANOTHER_RANK_DIFFERED = (
+    "another rank has a microbatch that the first of its context-parallel ranks lacks. Fix its error "
+    "first."
+)
+
+
+class Header(NamedTuple):
+    """Facts about one rank from which the others derive the columns: integers alone."""
+
+    failed: int = 0
+    terms: int = 0  # a hash of the terms in words
+    has_masks_by_term: int = 0
+    num_microbatches: int = 0  # that the rank sends
+    num_samples: int = 0  # likewise
+    # Columns that hold one value alone on all ranks are not sent.
+    has_weights: int = 0
+    has_rejected: int = 0
+    has_routed_tokens: int = 0
+    has_cp_sizes: int = 0
+    has_prompt_ids: int = 0
+    has_rollout_ids: int = 0
+    has_dataset_ids: int = 0
+    names: int = 0  # a hash of the units whose names are the user's own; 0 for none
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of every rank's row: first those of microbatches, then those of samples."""
+
+    microbatch_names: Sequence[str]
+    sample_names: Sequence[str]
+    most_microbatches: int
+    most_samples: int
+
+    @classmethod
+    def of(cls, headers: Tensor, names: Sequence[Unit] = ()) -> Columns:
+        """The columns that ranks with these headers send.
+
+        Args:
+            headers: int64 [ranks, fields of `Header`].
+            names: units with ids on every rank whose names are the user's own.
+        """
+        most, least = Header(*headers.amax(0).tolist()), Header(*headers.amin(0).tolist())
+        microbatch_names = ["num_samples", "active_tokens", "elements"]
+        microbatch_names += ["routed_tokens"] if most.has_routed_tokens else []
+        microbatch_names += ["num_holders", "number"] if most.has_cp_sizes else []
+        sample_names = ["mask_sum"]
+        sample_names += ["weight"] if most.has_weights else []
+        sample_names += ["rejected"] if most.has_rejected else []
+        units = [unit for unit in BY_ID if getattr(least, f"has_{unit}_ids")]
+        sample_names += [f"{unit}_ids" for unit in sorted([*units, *names])]
+        # At least one microbatch, since collectives take no empty tensor.
+        return cls(microbatch_names, sample_names, max(most.num_microbatches, 1), most.num_samples)
+
+    @property
+    def has_cp_sizes(self) -> bool:
+        """Whether microbatches have context-parallel ranks of their own."""
+        return "num_holders" in self.microbatch_names
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The lengths of a row's two parts."""
+        return (
+            len(self.microbatch_names) * self.most_microbatches,
+            len(self.sample_names) * self.most_samples,
+        )
+
+    def blocks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of ``rows``, [ranks, length]: columns of microbatches, and columns of samples.
+
+        [ranks, columns, most microbatches] and [ranks, columns, most samples].
+        """
+        microbatches, samples = rows.split(self.lengths, dim=1)
+        return (
+            microbatches.view(len(rows), len(self.microbatch_names), self.most_microbatches),
+            samples.view(len(rows), len(self.sample_names), self.most_samples),
+        )
+
+
+class RankTable:
+    """The microbatches and samples of one rank.
+
+    Args:
+        microbatches: those of one term, or of all terms that share masks.
+        units: ids of these units are read if every microbatch with samples has them.
+        rank, num_ranks: in the process group of the exchange.
+        is_evaluation: see `Samples.is_evaluation`.
+
+    Raises:
+        DataError: bad masks, offsets or sample weights; or a ``local_cp_size`` of more ranks than
+            there are.
+    """
+
+    def __init__(
+        self,
+        microbatches: Sequence[Microbatch],
+        units: Sequence[Unit],
+        rank: int = 0,
+        num_ranks: int = 1,
+        is_evaluation: bool = False,
+    ) -> None:
+        self.microbatches = microbatches
+        self.rank, self._num_ranks = rank, num_ranks
+        on_cpu = brought_to_cpu(microbatches)
+        self.samples = read_samples(on_cpu, units, is_evaluation)
+        self.shapes: list[MicrobatchShape] = [m.shape for m in on_cpu]
+        self.sequences = [
+            None if m.sequences is None else Sequences.of(m.sequences) for m in on_cpu
+        ]
+        self.sizes = [m.num_samples for m in on_cpu]
+        # What this rank sends: everything, unless another rank is the first to hold a microbatch.
+        self.sent_microbatches: slice | Tensor = slice(None)
+        self.sent_samples: slice | Tensor = slice(None)
+        self.has_cp_sizes = any(m.local_cp_size is not None for m in microbatches)
+        if self.has_cp_sizes:
+            self.sent_microbatches = self.held.is_first
+            self.sent_samples = self.held.is_first[self.samples.microbatch]
+
+    @cached_property
+    def held(self) -> HeldMicrobatches:
+        """The microbatches under dynamic context parallelism, where several ranks hold one."""
+        return HeldMicrobatches(self.microbatches, self.rank, self._num_ranks)
+
+    @property
+    def names(self) -> list[Unit]:
+        """The units with ids whose names are the user's own."""
+        return sorted(self.samples.ids.keys() - {*BY_ID})
+
+    def header(self, words: str = "", has_masks_by_term: bool = False) -> Header:
+        """The header of this rank; ``words`` are those of the terms."""
+        samples = self.samples
+        return Header(
+            terms=hashed(words),
+            has_masks_by_term=has_masks_by_term,
+            num_microbatches=len(samples.elements[self.sent_microbatches]),
+            num_samples=len(samples.mask_sum[self.sent_samples]),
+            has_weights=bool((samples.weight != 1).any()),
+            has_rejected=bool(samples.rejected.any()),
+            has_routed_tokens=bool((samples.routed_tokens >= 0).any()),
+            has_cp_sizes=self.has_cp_sizes,
+            has_prompt_ids="prompt" in samples.ids,
+            has_rollout_ids="rollout" in samples.ids,
+            has_dataset_ids="dataset" in samples.ids,
+            names=hashed("\n".join(self.names)) if self.names else 0,
+        )
+
+    def row(self, columns: Columns) -> Tensor:
+        """What this rank sends of its microbatches and samples: int64 [length of a row]."""
+        row = torch.full((1, sum(columns.lengths)), _PADDING, dtype=torch.int64)
+        microbatch_block, sample_block = columns.blocks(row)
+        for name, column in zip(columns.microbatch_names, microbatch_block[0], strict=True):
+            sent = self._microbatch_column(name)[self.sent_microbatches]
+            column[: len(sent)] = sent
+        for name, column in zip(columns.sample_names, sample_block[0], strict=True):
+            sent = self._sample_column(name)[self.sent_samples]
+            column[: len(sent)] = sent
+        return row[0]
+
+    def _microbatch_column(self, name: str) -> Tensor:
+        if name == "num_samples":
+            return torch.tensor(self.sizes, dtype=torch.int64)
+        is_of_held = name in ("num_holders", "number")
+        column: Tensor = getattr(self.held if is_of_held else self.samples, name)
+        return column
+
+    def _sample_column(self, name: str) -> Tensor:
+        """As int64: numbers in fp64 by their bits, so that one collective takes all columns."""
+        if name.endswith("_ids"):
+            # A rank without samples may not have the name.
+            return self.samples.ids.get(name.removesuffix("_ids"), self.samples.microbatch)
+        column: Tensor = getattr(self.samples, name)
+        return column.view(torch.int64) if column.is_floating_point() else column.long()
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """The samples of all ranks, and the rows of one rank's microbatches and samples among them."""
+
+    samples: Samples
+    rank_table: RankTable
+    microbatch_rows: Tensor  # int64 [microbatches of the rank]
+    sample_rows: slice | Tensor  # int64 [samples of the rank], where they are no slice
+
+    @classmethod
+    def of_one_rank(cls, table: RankTable) -> StepTable:
+        """Where there are no others."""
+        num_microbatches, num_samples = len(table.sizes), len(table.samples.mask_sum)
+        return cls(table.samples, table, torch.arange(num_microbatches), slice(0, num_samples))
+
+
+def exchange(
+    read: Callable[[], tuple[str, Mapping[str, RankTable]]], group: dist.ProcessGroup | None
+) -> dict[str, StepTable]:
+    """The table of all ranks for each term, in two collectives for each table that differs.
+
+    All ranks of ``group`` must call.
+
+    Args:
+        read: returns the terms in words, and this rank's table for each term: the same object for
+            terms that share masks.
+
+    Returns:
+        by term; one object for all if the terms share masks on every rank.
+
+    Raises:
+        PeerError: ``read`` failed on another rank. On the rank itself its own error is raised.
+        OptionError: the terms differ between ranks.
+        DataError, PeerError: the ranks that hold a microbatch are not those that should.
+    """
+    if group is None or ranks_of(group) == 1:
+        _, tables = read()
+        distinct = {id(x): StepTable.of_one_rank(x) for x in tables.values()}
+        return {name: distinct[id(x)] for name, x in tables.items()}
+    try:
+        words, tables = read()
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too
+        _gather_headers(Header(failed=1), group)
+        send_failure(error, group)
+        raise
+    first, *others = tables
+    has_masks_by_term = len({*map(id, tables.values())}) > 1
+    headers = _gather_headers(tables[first].header(words, has_masks_by_term), group)
+    if bool(_values("failed", headers).any()):
+        gather_objects(lambda: None, group, _READING)  # raises the PeerError
+    if _differ("terms", headers):
+        texts = dict.fromkeys(gather_objects(lambda: words, group, _READING))
+        raise OptionError(
+            f"all ranks must have the same aggregations, got {' and '.join(texts)}. Give every "
+            "rank the same terms in the same order."
+        )
+    table = _gather_table(tables[first], headers, group)
+    if not bool(_values("has_masks_by_term", headers).any()):
+        return dict.fromkeys(tables, table)
+    further = {
+        name: _gather_table(tables[name], _gather_headers(tables[name].header(), group), group)
+        for name in others
+    }
+    return {first: table, **further}
+
+
+def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
+    """The table of all ranks from their rows, int64 [ranks, length], on the rank of ``table``.
+
+    Raises:
+        DataError: another rank should hold a microbatch of this rank, and does not.
+    """
+    microbatch_block, sample_block = columns.blocks(rows)
+    is_microbatch = microbatch_block[:, 0] != _PADDING  # [ranks, most microbatches]
+    num_samples_R = microbatch_block[:, 0].clamp(min=0).sum(1)
+    is_sample = torch.arange(columns.most_samples) < num_samples_R.unsqueeze(1)
+    values = {
+        name: microbatch_block[:, c].masked_select(is_microbatch)
+        for c, name in enumerate(columns.microbatch_names)
+    }
+    values |= {
+        name: sample_block[:, c].masked_select(is_sample)
+        for c, name in enumerate(columns.sample_names)
+    }
+    samples = _samples_from(values, table.samples.is_evaluation)
+    if columns.has_cp_sizes:
+        columns_M = (values[x] for x in ("num_holders", "number", "num_samples"))
+        return StepTable(
+            samples, table, *table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
+        )
+    first_M, first_S = (int(x[: table.rank].sum()) for x in (is_microbatch, num_samples_R))
+    return StepTable(
+        samples,
+        table,
+        torch.arange(first_M, first_M + len(table.sizes)),
+        slice(first_S, first_S + len(table.samples.mask_sum)),
+    )
+
+
+def _gather_headers(header: Header, group: dist.ProcessGroup) -> Tensor:
+    """int64 [ranks, fields of `Header`]."""
+    return all_gather(torch.tensor(header, dtype=torch.int64), group)
+
+
+def _values(field: str, headers: Tensor) -> Tensor:
+    """One field of all ranks' headers: int64 [ranks]."""
+    return headers[:, Header._fields.index(field)]
+
+
+def _differ(field: str, headers: Tensor) -> bool:
+    values = _values(field, headers)
+    return bool((values != values[0]).any())
+
+
+def _gather_table(table: RankTable, headers: Tensor, group: dist.ProcessGroup) -> StepTable:
+    names = table.names
+    if _differ("names", headers):
+        # A rank without samples has no microbatch that lacks ids.
+        own = {*names} if len(table.samples.mask_sum) else None
+        gathered = gather_objects(lambda: own, group, _READING)
+        names = sorted(set.intersection(*([x for x in gathered if x is not None] or [set()])))
+    columns = Columns.of(headers, names)
+    rows = all_gather(table.row(columns), group)
+    with failing_together([group], _ANOTHER_RANK_DIFFERED, when=columns.has_cp_sizes):
+        return joined(rows, columns, table)
+
+
+def _samples_from(values: Mapping[str, Tensor], is_evaluation: bool) -> Samples:
+    """The table of all ranks' samples, from the values of each column that was sent."""
+    num_samples_M, active_tokens = values["num_samples"], values["active_tokens"]
+    mask_sum = values["mask_sum"].view(torch.float64)
+    constant = {
+        "weight": torch.ones_like(mask_sum).view(torch.int64),
+        "rejected": torch.zeros_like(mask_sum, dtype=torch.bool),
+        "routed_tokens": torch.full_like(active_tokens, -1),
+    }
+    values = {**constant, **values}
+    return Samples(
+        mask_sum=mask_sum,
+        weight=values["weight"].view(torch.float64),
+        rejected=values["rejected"].bool(),
+        microbatch=torch.arange(len(num_samples_M)).repeat_interleave(num_samples_M),
+        ids={x.removesuffix("_ids"): values[x] for x in values if x.endswith("_ids")},
+        active_tokens=active_tokens,
+        elements=values["elements"],
+        routed_tokens=values["routed_tokens"],
+        is_evaluation=is_evaluation,
+    )
