@@ -275,21 +275,32 @@ MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
 """One for all terms of the loss, or one for each by name if their masks differ."""
 
 
+def term_microbatches(microbatch: Any) -> list[Microbatch]:
+    """The microbatch of each term; one alone if all terms share it.
+
+    Raises:
+        DataError: something else than a `Microbatch`, or a mapping of such.
+    """
+    several = list(microbatch.values()) if isinstance(microbatch, Mapping) else [microbatch]
+    if not several or not all(isinstance(x, Microbatch) for x in several):
+        keys = f" of {sorted(map(str, microbatch))}" if isinstance(microbatch, Mapping) else ""
+        raise DataError(
+            "microbatches must be of class Microbatch, or mappings of such by term, got a "
+            f"{type(microbatch).__name__}{keys}. Give read_batch(batch), or correct the function that "
+            "reads batches (read_batch=, or --loss-aggregation-batch)."
+        )
+    return several
+
+
 def term_microbatch(name: str, microbatch: Any) -> Microbatch:
     """The microbatch of the term ``name``, from one for all terms or one for each."""
-    if isinstance(microbatch, Mapping):
-        if name not in microbatch:
-            raise DataError(
-                f"a microbatch must have a mask for each term, got {sorted(microbatch)} without "
-                f"{name!r}. Add Microbatch of that term."
-            )
-        microbatch = microbatch[name]
-    if not isinstance(microbatch, Microbatch):
+    term_microbatches(microbatch)
+    if isinstance(microbatch, Mapping) and name not in microbatch:
         raise DataError(
-            f"microbatches must be of class Microbatch, got a {type(microbatch).__name__}. Correct "
-            "the function that reads batches (read_batch=, or --loss-aggregation-batch)."
+            f"a microbatch must have a mask for each term, got {sorted(microbatch)} without "
+            f"{name!r}. Add Microbatch of that term."
         )
-    return microbatch
+    return microbatch[name] if isinstance(microbatch, Mapping) else microbatch
 
 
 def listed(microbatches: Any) -> list[Any]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
-from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms, holds_integers
+from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
+from megatron_loss_agg.microbatch import (
+    BY_SAMPLE,
+    Microbatch,
+    MicrobatchOfTerms,
+    holds_integers,
+    term_microbatches,
+)
 from megatron_loss_agg.tensors import described
 
+_T = TypeVar("_T")
 ReadBatch = Callable[[Any], MicrobatchOfTerms]
 """One batch -> its microbatch."""
 ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
@@ -33,19 +37,19 @@ NO_DATASET = -1
 """The id of samples of an evaluation that reads one data set, without ids."""
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
-"""Batch keys of integers by token, with which the model is called. Positions tell no tokens apart."""
+"""Batch keys of integers by token that the model is called with. Positions tell no tokens apart."""
 
-_IDS_OF_TOKENS = ("input_ids", "position_ids")
-"""Batch keys with an element for each token, in spite of their name."""
+_TOKEN_IDS = ("input_ids", "position_ids")
+"""Batch keys with an element for each token, despite their names."""
 
-_FORMS_OF_OFFSETS = (
+_OFFSET_FORMS = (
     {"cu_seqlens"},
     {"cu_seqlens_padded"},
     {"cu_seqlens", "cu_seqlens_padded"},
     {"cu_seqlens_q"},
     {"cu_seqlens_q", "cu_seqlens_q_padded"},
 )
-_KEYS_OF_OFFSETS = (
+_OFFSET_KEYS = (
     *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens_q_padded"),
     *("cu_seqlens_unpadded", "cu_seqlens_argmin"),
 )
@@ -90,11 +94,7 @@ class DrawnBatches:
 
     def __next__(self) -> Any:
         if not self._batches:
-            raise DataError(
-                f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                "got a request for more. Call next(data_iterator) once each, or give "
-                "LossHook(read_step=...)."
-            )
+            raise self._wrong_number("a request for more")
         return self._batches.popleft()
 
     def __getattr__(self, name: str) -> Any:
@@ -106,102 +106,68 @@ class DrawnBatches:
     def check_taken(self) -> None:
         """Raise DataError unless the forward steps have taken all batches."""
         if self._batches:
+            raise self._wrong_number(f"{len(self._batches)} left")
+
+    def _wrong_number(self, got: str) -> DataError:
+        return DataError(
+            f"the forward steps must take one batch for each of the {self._number} microbatches, got "
+            f"{got}. Call next(data_iterator) once each, or give LossHook(read_step=...)."
+        )
+
+
+class DrawnTensors:
+    """The masks, offsets and ids of drawn batches, with copies from before the next one was drawn."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def note(self, microbatch: MicrobatchOfTerms) -> None:
+        tensors = [x for term in term_microbatches(microbatch) for x in term.tensors()]
+        self._pairs += [(x, _bytes(x)) for x in tensors]
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if a later batch was written into the memory of an earlier one.
+
+        No other check sees it: the loss function gets the mask that is counted, the last one.
+        """
+        if not all(torch.equal(_bytes(x), copy) for x, copy in self._pairs):
             raise DataError(
-                f"the forward steps must take one batch for each of the {self._number} microbatches, "
-                f"got {len(self._batches)} left. Call next(data_iterator) once each, or give "
-                "LossHook(read_step=...)."
+                "a batch must stay as it was drawn until its forward pass, got masks, offsets or ids "
+                "that changed while later batches were drawn. Give new tensors in each batch, or clone "
+                "them in the data iterator."
             )
 
 
-def batches_of(call: Call, item: Any) -> Sequence[Any]:
-    """The batches of this rank in an item of the data iterator, one for each loss."""
-    if not call.draws_samples:
-        return [item]
-    assert call.groups.dp_cp is not None
-    return dealt_batches(item, dist.get_rank(call.groups.dp_cp))
+def _bytes(x: Tensor) -> Tensor:
+    """A copy of ``x`` as integers, in which NaN equals itself."""
+    return x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def with_holders(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:
-    """``microbatch``; under dynamic context parallelism with the ranks that hold the batch.
+def read_now(read: Callable[[], _T]) -> Callable[[], _T]:
+    """Call ``read`` at once; return a function with its result.
 
-    Raises:
-        DataError: the batch does not say how many.
+    For loaders that communicate in ``next``, as under dynamic context parallelism. If one of them
+    raises, the other ranks wait inside theirs: the exception must end this process before it enters
+    a collective of ours. Errors of our own are raised by the returned function, for all ranks to
+    learn of them.
     """
-    if call.groups.dp_cp is None:
-        return microbatch
-    if isinstance(microbatch, Mapping):
-        of_terms = {name: with_holders(call, x, batch) for name, x in microbatch.items()}
-        return cast(MicrobatchOfTerms, of_terms)
-    of_batch = batch if isinstance(batch, Mapping) else {}
-    size, gid = of_batch.get("local_cp_size"), of_batch.get("gid")
-    if microbatch.local_cp_size is not None:  # the reader says it
-        size, gid = microbatch.local_cp_size, microbatch.gid
-    if size is None:
-        raise DataError(
-            "a batch under dynamic context parallelism must have the key 'local_cp_size', as those of "
-            f"Megatron's schedulers have, got {_keys(batch)}. Add it, or let the reader of batches give "
-            "Microbatch(local_cp_size=)."
-        )
-    fields: dict[str, Any] = {"local_cp_size": int(size), "gid": None if gid is None else int(gid)}
-    if microbatch.sequences is not None:
-        fields["sequences"] = replace(microbatch.sequences, local_cp_size=int(size))
-    return replace(microbatch, **fields)
+    refusal: AggregationError
+    try:
+        result = read()
+    except AggregationError as error:
+        refusal = error
+    else:
+        return lambda: result
 
+    def refuse() -> _T:
+        raise refusal
 
-def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
-    """The samples that Megatron's hybrid schedule deals to ``rank``, in its order: a batch each.
-
-    Args:
-        item: of Megatron's ``HybridCPDataLoaderWrapper``: (sample by gid; by group of samples and
-            rank, its gids).
-    """
-    samples, groups = item
-    ranks_of_all = len(groups[0])
-    # Megatron has groups of these sizes.
-    sizes = {1, ranks_of_all, *(2**i for i in range(1, int(math.log2(ranks_of_all))))}
-    batches = []
-    for ranks in groups:
-        holders: dict[int, list[int]] = {}
-        for holder, gids in enumerate(ranks):
-            for gid in gids:
-                holders.setdefault(gid, []).append(holder)
-        for of_sample in holders.values():
-            size, first = len(of_sample), of_sample[0]
-            are_neighbours = of_sample == [*range(first, first + size)]
-            if not are_neighbours or first % size or size not in sizes:
-                raise HostError(
-                    "a sample must be held by all ranks of a group that Megatron has, got ranks "
-                    f"{of_sample} for one, on which its hybrid schedule would hang. Change "
-                    "--max-seqlen-per-dp-cp-rank, or the batch."
-                )
-        for gid in ranks[rank]:
-            batch = {key: _of_sample(key, x) for key, x in samples[gid].items()}
-            batches.append({**batch, "local_cp_size": len(holders[gid]), "gid": int(gid)})
-    return batches
+    return refuse
 
 
 def is_by_sample(key: str) -> bool:
     """Whether a batch key may have a value for each sample."""
-    return key in BY_SAMPLE or (key.endswith("_ids") and key not in _IDS_OF_TOKENS)
-
-
-def _of_sample(key: str, value: Any) -> Any:
-    """A field of a batch of one sample: [1, tokens], or the one value [1] that all its tokens have.
-
-    In Megatron's samples every field has an element for each token: ids, weights and rejections, too.
-    """
-    if not isinstance(value, Tensor) or not value.dim():
-        return value
-    must_be_by_sample = key in (*BY_SAMPLE, "dataset_id")
-    values = value.unique() if must_be_by_sample or is_by_sample(key) else None
-    if values is None or (len(values) != 1 and not must_be_by_sample):
-        return value.reshape(1, -1)
-    if len(values) != 1:
-        raise DataError(
-            f"the batch key {key!r} under hybrid context parallelism must have one value for all tokens "
-            f"of a sample, got {values.tolist()[:4]}. Give each of its tokens the sample's value."
-        )
-    return values
+    return key in BY_SAMPLE or (key.endswith("_ids") and key not in _TOKEN_IDS)
 
 
 def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
@@ -232,7 +198,7 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         raise DataError(
-            f"a batch must be a mapping with the tensor 'loss_mask', got {_keys(batch)}. Add that key "
+            f"a batch must be a mapping with the tensor 'loss_mask', got {keys_of(batch)}. Add that key "
             "(a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
             f"{HOW_TO_READ}."
         )
@@ -258,33 +224,33 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     if missing and microbatch.num_samples:
         raise DataError(
             f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
-            f"{_keys(batch)}. Add that key (for Megatron's --sft: --loss-aggregation-sft-prompt-field "
+            f"{keys_of(batch)}. Add that key (for Megatron's --sft: --loss-aggregation-sft-prompt-field "
             "FIELD gives prompt_ids), or choose another mode or levels (--loss-aggregation, "
             "--loss-aggregation-levels)."
         )
     return microbatch
 
 
-def _keys(batch: Any) -> str:
+def keys_of(batch: Any) -> str:
     return str(sorted(map(str, batch))) if isinstance(batch, Mapping) else type(batch).__name__
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
-    """``read``; if it is `read_batch`, with the ``units`` that ``terms`` need ids of.
+    """``read``; if it is `read_batch`, with the ``units`` whose ids ``terms`` need.
 
-    But without data sets, of which batches of evaluations may lack ids: see `with_dataset_ids`.
+    Data sets are left out, since batches of evaluations may lack their ids: see `with_dataset_ids`.
 
     Raises:
-        OptionError: a unit whose key has ids of tokens.
+        OptionError: a unit whose key has an id for each token.
     """
     if getattr(read, "func", read) is not read_batch:
         return read
-    units_of_reader = getattr(read, "keywords", {}).get("units", ())  # for a custom function
-    units = {*units_of_reader, *units_by_id(terms)} - {"dataset"}
-    if of_tokens := sorted(units & {"input", "position"}):
+    reader_units = getattr(read, "keywords", {}).get("units", ())  # for a custom function
+    units = {*reader_units, *units_by_id(terms)} - {"dataset"}
+    if token_units := sorted(units & {"input", "position"}):
         raise OptionError(
-            f"levels must have ids of samples, got {of_tokens}, whose batch keys are of tokens. Choose "
-            "other names (--loss-aggregation-levels), or give a reader of your own "
+            f"levels must have ids of samples, got {token_units}, whose batch keys are of tokens. "
+            "Choose other names (--loss-aggregation-levels), or give a reader of your own "
             "(--loss-aggregation-batch)."
         )
     return functools.partial(read_batch, units=sorted(units)) if units else read
@@ -300,15 +266,21 @@ def with_dataset_ids(
     """
     if "dataset" not in units_by_id(terms):
         return microbatches
-    each = [x for m in microbatches for x in (m.values() if isinstance(m, Mapping) else [m])]
-    if any(x.dataset_ids is not None for x in each):
-        return list(microbatches)
-    return [
-        {name: _with_one_dataset(x) for name, x in m.items()}
-        if isinstance(m, Mapping)
-        else _with_one_dataset(m)
-        for m in microbatches
-    ]
+    if any(x.dataset_ids is not None for m in microbatches for x in term_microbatches(m)):
+        return microbatches
+
+    def changed(x: Microbatch) -> Microbatch:
+        return replace(x, dataset_ids=torch.full((x.num_samples,), NO_DATASET))
+
+    return [changed_terms(changed, m) for m in microbatches]
+
+
+def changed_terms(
+    change: Callable[[Microbatch], Microbatch], microbatch: MicrobatchOfTerms
+) -> MicrobatchOfTerms:
+    if isinstance(microbatch, Mapping):
+        return {name: change(x) for name, x in microbatch.items()}
+    return change(microbatch)
 
 
 def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
@@ -325,40 +297,47 @@ def pack_offsets(
     """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
 
     Args:
-        sample_counts: how many samples the batch has ids for.
+        sample_counts: the numbers of samples that the batch has ids for.
     """
-    offsets = {key: batch[key] for key in _KEYS_OF_OFFSETS if batch.get(key) is not None}
+    offsets = {key: batch[key] for key in _OFFSET_KEYS if batch.get(key) is not None}
     if not offsets:
         return {}
-    if set(offsets) not in _FORMS_OF_OFFSETS:
-        forms = " or ".join(" with ".join(sorted(form)) for form in _FORMS_OF_OFFSETS)
+    if set(offsets) not in _OFFSET_FORMS:
+        forms = " or ".join(" with ".join(sorted(form)) for form in _OFFSET_FORMS)
         raise DataError(
             f"the offsets of a batch must be exactly one of {forms}, got {' and '.join(offsets)}, of "
             "which real and padded ones cannot be told apart. Rename or drop a key."
         )
-    rows = [_rows_of_offsets(key, x, mask) for key, x in offsets.items()]
+    rows = [_offset_rows(key, x, mask) for key, x in offsets.items()]
     real, padded = rows[0], rows[-1]
     is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
     if is_dummy:
         return {"cu_seqlens": real[0, :1]}  # its padding is no sample
-    if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:
-        fillers = [0]
-    else:
-        # A repeated last real offset is an empty sample or filler. Only filler repeats the last
-        # padded offset, too.
-        fillers = [_repetitions_of_last(row) for row in padded]
-        counts = batch.get("token_count")
-        if counts is not None and "cu_seqlens_q" in offsets and offsets["cu_seqlens_q"].dim() == 2:
-            # Packs of Megatron-Bridge's data sets: a sample that begins where the tokens end is
-            # padding.
-            beyond = [int((row > n).sum()) for row, n in zip(padded, counts, strict=True)]
-            fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
-    joined = [_joined_packs(k, x, fillers, mask) for k, x in zip(offsets, rows, strict=True)]
+    num_fillers = _numbers_of_fillers(batch, padded, sample_counts)
+    joined = [_joined_packs(k, x, num_fillers, mask) for k, x in zip(offsets, rows, strict=True)]
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
 
 
-def _with_one_dataset(microbatch: Microbatch) -> Microbatch:
-    return replace(microbatch, dataset_ids=torch.full((microbatch.num_samples,), NO_DATASET))
+def _numbers_of_fillers(
+    batch: Mapping[str, Any], padded: Tensor, sample_counts: Collection[int]
+) -> list[int]:
+    """By pack, how many offsets at its end are of no sample.
+
+    A repeated last real offset is an empty sample or filler. Only filler repeats the last padded
+    offset, too.
+    """
+    if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:
+        return [0]
+    fillers = []
+    for offsets in padded:
+        _, run_lengths = offsets.unique_consecutive(return_counts=True)
+        fillers.append(int(run_lengths[-1:].sum()) - 1)
+    counts, bridge_offsets = batch.get("token_count"), batch.get("cu_seqlens_q")
+    if counts is not None and bridge_offsets is not None and bridge_offsets.dim() == 2:
+        # A sample of Megatron-Bridge's packs that begins where the tokens end is padding.
+        beyond = [int((row > n).sum()) for row, n in zip(padded, counts, strict=True)]
+        fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
+    return fillers
 
 
 def _vector(x: Any) -> Any:
@@ -381,7 +360,7 @@ def _dataset_ids(dataset_id: Tensor, mask: Tensor, offsets: Mapping[str, Tensor]
     return dataset_of_row[(starts // length).clamp(max=rows - 1)]
 
 
-def _rows_of_offsets(key: str, offsets: Any, mask: Tensor) -> Tensor:
+def _offset_rows(key: str, offsets: Any, mask: Tensor) -> Tensor:
     """[packs, samples + 1]; a vector is one pack, or several that are joined already."""
     packs = mask.shape[0] if mask.dim() == 2 else 1
     if isinstance(offsets, Tensor) and offsets.dim() == 1:
@@ -392,12 +371,6 @@ def _rows_of_offsets(key: str, offsets: Any, mask: Tensor) -> Tensor:
         f"the batch key {key!r} must be [samples + 1], or one such row for each row of the mask of "
         f"shape {tuple(mask.shape)}, got {described(offsets)}. Correct it."
     )
-
-
-def _repetitions_of_last(offsets: Tensor) -> int:
-    """The number of offsets at the end of a row that repeat the one before them."""
-    _, run_lengths = offsets.unique_consecutive(return_counts=True)
-    return int(run_lengths[-1:].sum()) - 1
 
 
 def _joined_packs(key: str, rows: Tensor, fillers: Sequence[int], mask: Tensor) -> Tensor:

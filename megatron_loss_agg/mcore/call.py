@@ -119,7 +119,7 @@ class Call:
         """From the schedule's ``arguments``.
 
         Raises:
-            HostError: one is missing.
+            HostError: one is missing, or there is no microbatch.
         """
         from megatron.core.utils import get_model_config
 
@@ -128,6 +128,11 @@ class Call:
             raise HostError(
                 f"the schedule needs Megatron's arguments by keyword, got none for "
                 f"{', '.join(missing)}. Add them to the call."
+            )
+        if arguments["num_microbatches"] < 1:
+            raise HostError(
+                "num_microbatches must be at least 1, since Megatron's schedules run one in any case, "
+                f"got {arguments['num_microbatches']}. Leave out the call."
             )
         chunks = model_chunks(arguments["model"])
         config = get_model_config(chunks[0])

@@ -255,6 +255,7 @@ def _of_sample_loss(
     sequence_mask_sum = None
     if loss_function.per_token is None:
         if cp.size > 1:
+            check_has_one_group(call.groups)
             raise DataError(
                 "a SampleLoss under context parallelism needs per_token=, since each rank has a part "
                 "of the tokens, and got none. Give SampleLoss(compute, per_token, loss_mask)."

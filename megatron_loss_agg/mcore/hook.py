@@ -58,13 +58,14 @@ class Verified:
     def add_run(self, call: Call) -> None:
         self._runs.setdefault(call.chunks[0], set()).add(call.trains)
 
-    def split_is_open(self, call: Call) -> bool:
+    def split_is_open(self, call: Call, is_declared: bool) -> bool:
         """Whether the tokens compared so far fit several splits.
 
-        Under dynamic context parallelism also if none were: one rank held each pack.
+        Also if none were compared, as in a step of padding alone, unless the split is declared; under
+        dynamic context parallelism, where one rank may have held each pack, even then.
         """
         if self.splits is None:
-            return call.groups.dp_cp is not None
+            return call.groups.dp_cp is not None or (call.groups.cp_size > 1 and not is_declared)
         return len(self.splits) > 1
 
     def split_matters(self, call: Call) -> bool:

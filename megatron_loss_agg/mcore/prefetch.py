@@ -7,18 +7,16 @@ before its own. With a slow data loader, the accelerator would wait for the whol
 from __future__ import annotations
 
 import copy
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from threading import Thread
 from types import GeneratorType
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-_POSITIONS = ("state_dict", "save_state")
-"""Methods that return a data loader's position, for checkpoints."""
+_POSITION_METHODS = ("state_dict", "save_state")
+"""Either returns a data loader's position, for checkpoints."""
 
 
 class Prefetch:
@@ -35,14 +33,14 @@ class Prefetch:
     except with ``num_workers=0``. And it must return new tensors for each batch, since batches wait
     for their use while later ones are drawn.
 
-    If ``source`` has ``state_dict()`` or ``save_state()``, so has this: they return the position of
+    If ``source`` has ``state_dict()`` or ``save_state()``, so has this: it returns the position of
     the reader, as recorded before each batch that is drawn ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        # Batches, or errors of the source; and its positions before them, by name.
-        self._drawn: deque[tuple[Future[Any], dict[str, Future[Any]]]] = deque()
+        # Batches, or exceptions in their place; and the source's positions before them.
+        self._drawn: deque[tuple[Any, Exception | None, Any]] = deque()
         self._thread: Thread | None = None
 
     def fetch(self, number: int) -> None:
@@ -58,45 +56,49 @@ class Prefetch:
 
     def __next__(self) -> Any:
         self._wait()
-        return self._drawn.popleft()[0].result() if self._drawn else next(self._source)
+        if not self._drawn:
+            return next(self._source)
+        batch, error, _ = self._drawn.popleft()
+        if error is not None:
+            raise error
+        return batch
 
     def __getattr__(self, name: str) -> Any:
-        if name in _POSITIONS and hasattr(self._source, name):
-            return functools.partial(self._position, name)
+        if name in _POSITION_METHODS and hasattr(self._source, name):
+            return self._position
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _position(self, name: str) -> Any:
+    def _position(self) -> Any:
         self._wait()
-        return self._drawn[0][1][name].result() if self._drawn else getattr(self._source, name)()
+        position = self._drawn[0][2] if self._drawn else self._source_position()
+        if isinstance(position, Exception):
+            raise position
+        return position
 
-    def _saved(self, name: str) -> Any:
-        return copy.deepcopy(getattr(self._source, name)())  # which may be live state
+    def _source_position(self) -> Any:
+        """A copy of the source's position; or its exception, for whoever asks for the position."""
+        for name in _POSITION_METHODS:
+            if hasattr(self._source, name):
+                try:
+                    return copy.deepcopy(getattr(self._source, name)())  # may be live state
+                except Exception as error:
+                    return error
+        return None
 
     def _draw(self, number: int) -> None:
-        names = [name for name in _POSITIONS if hasattr(self._source, name)]
         for _ in range(number):
-            # One that cannot be had matters only to a reader that asks for it.
-            positions = {name: attempt(self._saved, name) for name in names}
-            batch = attempt(next, self._source)
-            self._drawn.append((batch, positions))
-            if batch.exception() is not None:  # asking the source again may block
-                return
+            position = self._source_position()
+            try:
+                self._drawn.append((next(self._source), None, position))
+            except Exception as error:
+                self._drawn.append((None, error, position))
+                return  # asking the source again may block
 
     def _wait(self) -> None:
         """Let the thread finish: the source has one reader at a time."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-
-def attempt(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Call ``function`` now, and hold its result, or its exception, for whoever asks for it."""
-    outcome: Future[Any] = Future()
-    try:
-        outcome.set_result(function(*args))
-    except Exception as error:
-        outcome.set_exception(error)
-    return outcome
 
 
 def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:

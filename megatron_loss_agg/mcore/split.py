@@ -164,9 +164,9 @@ def check_has_one_group(groups: ProcessGroups) -> None:
     """Raise HostError where every microbatch has context-parallel ranks of its own."""
     if groups.dp_cp is not None:
         raise HostError(
-            "SampleLoss(per_token=) needs the same context-parallel ranks for all microbatches, got "
-            "dynamic or hybrid context parallelism, where sums of sequences are not compared. Drop it, "
-            "or use losses by token (TokenLoss, also with gather=)."
+            "a SampleLoss of tokens on several ranks needs the same context-parallel ranks for all "
+            "microbatches, got dynamic or hybrid context parallelism, where sums of sequences are not "
+            "compared. Use losses by token (TokenLoss, also with gather=)."
         )
 
 

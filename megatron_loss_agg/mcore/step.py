@@ -17,7 +17,12 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import any_rank, failing_together
 from megatron_loss_agg.errors import DataError, HostError, PeerError
-from megatron_loss_agg.mcore.batches import DrawnBatches, batches_of, with_dataset_ids, with_holders
+from megatron_loss_agg.mcore.batches import (
+    DrawnBatches,
+    DrawnTensors,
+    read_now,
+    with_dataset_ids,
+)
 from megatron_loss_agg.mcore.call import Call, innermost
 from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
 from megatron_loss_agg.mcore.checks.loss_function import (
@@ -28,6 +33,7 @@ from megatron_loss_agg.mcore.checks.loss_function import (
 )
 from megatron_loss_agg.mcore.checks.sums import TermSums, check_sums, note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes, check_split, dependent_microbatches
+from megatron_loss_agg.mcore.dynamic_cp import batches_of, with_cp_size
 from megatron_loss_agg.mcore.forward_step import (
     ScriptLosses,
     check_has_gradient,
@@ -163,13 +169,16 @@ class Step:
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if call.trains and (self.is_first or hook.audit):
             hook.measure_scaling(call, self.is_first)
-        if self.is_first or verified.split_is_open(call):
+        if self.is_first or verified.split_is_open(call, hook.split_is_declared):
             self.tokens = TokenNotes(self.is_first, verified.splits, verified.gathers)
 
     def _plan(self, call: Call) -> Plans | None:
         """The plans of the step; None on stages without a loss."""
         groups, refuses_empty = call.groups, call.trains and self.hook.empty_step == "error"
         self.iterator = call.data_iterator
+        read: Callable[[], list[MicrobatchOfTerms]] = functools.partial(self._read, call)
+        if groups.dp_cp is not None and groups.reads_data:
+            read = read_now(read)
         # The first error, and that of an empty step, are raised on all ranks of the model.
         with failing_together(
             [groups.split_group, groups.pp],
@@ -178,7 +187,6 @@ class Step:
         ):
             if not groups.is_last_stage:
                 return None
-            read = functools.partial(self._read, call)
             make = functools.partial(
                 plan_step, call.terms, read, groups.count_group, is_evaluation=not call.trains
             )
@@ -212,15 +220,19 @@ class Step:
     def _draw(self, call: Call, number: int) -> list[MicrobatchOfTerms]:
         """The microbatches of the batches that the call's forward steps will take."""
         microbatches: list[MicrobatchOfTerms] = []
+        tensors = DrawnTensors()
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
         for _ in range(num_items):
             for batch in batches_of(call, drawn.draw()):
-                microbatch = with_holders(call, self.hook.read_batch(batch), batch)
+                microbatch = with_cp_size(call, self.hook.read_batch(batch), batch)
                 if self.tokens is not None:
                     # Before the next one is drawn, maybe into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
+                if self.is_first:
+                    tensors.note(microbatch)
                 microbatches.append(microbatch)
+        tensors.check_unchanged()
         return microbatches
 
     @contextlib.contextmanager

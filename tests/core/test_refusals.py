@@ -351,7 +351,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^microbatches must be of class Microbatch, got a Tensor. Correct .*--loss-aggregation-batch",
+        "^microbatches must be of class Microbatch, or mappings .*, got a Tensor. Give read_batch",
         partial(StepPlan.build, MEAN, [ROWS]),
     ),
     (

@@ -12,6 +12,7 @@ import io
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch, with_ids
-from megatron_loss_agg.mcore.batches import dealt_batches
+from megatron_loss_agg.mcore.dynamic_cp import dealt_batches
+from tests.distributed import RankFailed
 from tests.host import gpt, gradients
 from tests.host.cases import mean_of_means
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
@@ -39,11 +41,12 @@ from tests.host.steps import (
     weights_of,
 )
 
+GROUPS = "get_{}_data_context_parallel_groups"
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
-pytestmark = pytest.mark.skipif(
-    not hasattr(parallel_state, "get_hybrid_data_context_parallel_groups"),
-    reason="this Megatron has no hybrid context parallelism",
-)
+# Megatron's name of the kind whose groups it makes: later releases have the dynamic kind alone.
+KIND = next((x for x in ("dynamic", "hybrid") if hasattr(parallel_state, GROUPS.format(x))), "")
+pytestmark = pytest.mark.skipif(not KIND, reason="no context groups of a sample's own")
+hybrid = pytest.mark.skipif(KIND != "hybrid", reason="no hybrid context parallelism")
 
 MODES = (
     *("token_mean", "sample_mean", "prompt_mean", "rollout_mean"),
@@ -77,7 +80,7 @@ def expected_of(reference: Reference, steps: list[tuple[str, Any]]) -> Expected:
 
 
 def build(sizes: dict[str, int], dynamic: str, **options: Any) -> Any:
-    gpt.initialize(**sizes, hybrid_context_parallel=True)
+    gpt.initialize(**sizes, **{f"{KIND}_context_parallel": True})
     plain = gpt.build(per_token=True, **options)
     setattr(plain.config, dynamic, True)
     plain.position_embedding_type = "none"
@@ -129,30 +132,33 @@ def pack(chosen: list[Sequence]) -> dict[str, Tensor]:
 
 
 def hybrid_step(iterator: Iterator[Any] | None, model: Any, loss: Any = gpt.stock_loss_func) -> Any:
-    """As pretrain_gpt.py's, from a sample to the loss function."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
+    """From a sample to the loss function. Released scripts do it each in a way of their own."""
     batch = gpt.received(iterator)
-    length = len(batch["tokens"])
+    length, size = len(batch["tokens"]), int(batch["local_cp_size"])
+    layout = CPLayout.bshd(length, size, dp_cp_rank() % size)
     whole = {name: batch[name].reshape(1, -1) for name in ("tokens", "labels", "loss_mask")}
-    offsets = torch.tensor([0, length], dtype=torch.int32)
-    local = get_batch_on_this_cp_rank(
-        {**whole, "cu_seqlens": offsets, "local_cp_size": batch["local_cp_size"]},
-        is_hybrid_cp=True,
-        cp_group=parallel_state.get_context_parallel_group(),
-        hybrid_cp_group_func=parallel_state.get_hybrid_data_context_parallel_groups,
-    )
-    packing = PackedSeqParams(
-        *("thd", offsets, offsets, offsets, offsets, length, length),
-        local_cp_size=int(batch["local_cp_size"]),
-        cp_group=local.get("hybrid_cp_group"),
-    )
-    return losses_of_part(model, local, packing, loss)
+    local = {name: layout.shard(x) for name, x in whole.items()}
+    return losses_of_part(model, local, packing(torch.tensor([0, length]), size), loss)
 
 
-def losses_of_part(model: Any, local: dict[str, Tensor], packing: Any, loss: Any) -> Any:
+def dp_cp_rank() -> int:
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+
+
+def packing(starts: Tensor, size: int) -> PackedSeqParams:
+    """Of sequences that this rank shares with ``size - 1`` others."""
+    starts, longest = starts.int(), int(starts.diff().max())
+    groups, has_group = getattr(parallel_state, GROUPS.format(KIND)), size > 1 or KIND == "dynamic"
+    return PackedSeqParams(
+        *("thd", starts, starts, starts, starts, longest, longest),
+        local_cp_size=size,
+        cp_group=groups(group_size=size) if has_group else None,
+    )
+
+
+def losses_of_part(model: Any, local: dict[str, Tensor], packed: Any, loss: Any) -> Any:
     tokens, labels = local["tokens"], local["labels"]
-    output = model(tokens, torch.zeros_like(tokens), None, packed_seq_params=packing)
+    output = model(tokens, torch.zeros_like(tokens), None, packed_seq_params=packed)
     loss_func = partial(loss, local["loss_mask"])
     if not parallel_state.is_pipeline_last_stage():
         return output, loss_func
@@ -183,6 +189,7 @@ def train_hybrid(sizes: dict[str, int], per_rank: int, expected: Expected) -> No
 HYBRID: dict[str, Any] = {"num_microbatches": 1, "forward_step_func": hybrid_step}
 
 
+@hybrid
 @pytest.mark.parametrize(
     "ranks, sizes, per_rank",
     [(4, {}, 8), (4, {"cp": 2}, 8), (4, TP2, 16), (8, {"cp": 2}, 16)],
@@ -225,17 +232,64 @@ def train_without_empty_ends(expected: Expected) -> str:
     return printed.getvalue()
 
 
+def failing(packs: list[dict[str, Tensor]], good_steps: int) -> Iterator[list[dict[str, Tensor]]]:
+    for _ in range(good_steps):
+        yield packs
+    if gpt.data_rank() == 1:
+        raise OSError("disk")
+    yield packs
+
+
+def train_on_failing(good_steps: int) -> None:
+    model = build({}, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=16)
+    source = failing(packs(ALL), good_steps)
+    iterator = data_schedule.HybridCPDataLoaderWrapper(source, model.config)
+    hook = LossHook(aggregation("sample_mean"))
+    for _ in range(good_steps + 1):
+        gpt.run_step(hook, model, iterator, **HYBRID)
+
+
+@hybrid
+@pytest.mark.parametrize("good_steps", [0, 1])
+def test_a_loader_that_fails_in_its_wrapper_ends_the_job_with_its_error(good_steps: int) -> None:
+    """The other ranks wait for it in the wrapper, not in an exchange of the hook."""
+    with pytest.raises(RankFailed, match=r"rank 1 failed(.|\n)*OSError: disk"):
+        run_host_ranks(train_on_failing, 2, good_steps, timeout=60)
+
+
+def draws_nothing_known() -> list[str | None]:
+    model = build({}, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=16)
+    hook = LossHook(aggregation("sample_mean"), aggregate_evaluation=True)
+    samples, groups = next(hybrid_iterator(model.config, ALL))
+    # As a stock script evaluates on; and as an open pull request packs the samples.
+    items = (packs(ALL), packs(ALL)[:1], (iter([samples]), groups))
+    options = {**HYBRID, "forward_only": True}
+    return [error_of(gpt.run_step, hook, model, iter([item]), **options) for item in items]
+
+
+@hybrid
+def test_an_item_that_is_not_the_wrappers_is_refused() -> None:
+    for errors in run_host_ranks(draws_nothing_known, 2):
+        for error, got in zip(
+            errors, ("['dict', 'dict']", "list", "_iterator', 'list']"), strict=True
+        ):
+            text = "HostError: the data iterator under hybrid context parallelism must give (samples by"
+            assert str(error).startswith(text) and f"{got}. Wrap it" in str(error)
+
+
 # By rank: 0, 4, 8; 1, 5, 9; ... The empty sample ends its rank's second pack.
 EMPTY_LAST = (((0, 1, 2, 3, 4, 9, 6, 7, 8, EMPTY),),)
 NOT_EMPTY = (((0, 1, 2, 3, 4, 9, 6, 7, 8),),)
 
 
+@hybrid
 def test_samples_that_the_packing_drops_do_not_count(reference: Reference) -> None:
     steps = [("sample_mean", NOT_EMPTY), ("prompt_mean", NOT_EMPTY)]
     first, *others = run_host_ranks(train_without_empty_ends, 4, expected_of(reference, steps))
     assert "9 samples" in first and not any(others)
 
 
+@hybrid
 def test_a_sample_on_ranks_without_a_group_is_refused() -> None:
     # Megatron's own scheduler gives a sample of 256 tokens to the ranks 2 to 5, and hangs.
     domain = SimpleNamespace(size=lambda: 8)
@@ -264,7 +318,7 @@ PACKS_OF_TWO = (
 
 
 def dynamic_packs(table: Any) -> Iterator[dict[str, Any]]:
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    rank = dp_cp_rank()
     for of_microbatch in table:
         for (first, size), samples in of_microbatch.items():
             if first <= rank < first + size:
@@ -294,21 +348,10 @@ def packed_step(
     split: Callable[[Tensor, int, int], CPLayout] = CPLayout.thd,
 ) -> Any:
     batch = gpt.received(iterator)
-    size = int(batch["local_cp_size"])
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) % size
-    starts = batch["cu_seqlens_padded"]
-    layout = split(starts, size, rank)
+    size, starts = int(batch["local_cp_size"]), batch["cu_seqlens_padded"]
+    layout = split(starts, size, dp_cp_rank() % size)
     local = {name: layout.shard(batch[name]) for name in ("tokens", "labels", "loss_mask")}
-    group = None
-    if size > 1:
-        group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
-    longest = int(starts.diff().max())
-    packing = PackedSeqParams(
-        *("thd", starts, starts, starts, starts, longest, longest),
-        local_cp_size=size,
-        cp_group=group,
-    )
-    return losses_of_part(model, local, packing, loss)
+    return losses_of_part(model, local, packing(starts, size), loss)
 
 
 PACKED: dict[str, Any] = {"num_microbatches": 3, "forward_step_func": packed_step}
@@ -364,7 +407,7 @@ CALLS_OF_RANK = ((3,), (3,), (1, 2), (1, 1, 1))
 
 def train_in_calls(expected: Expected) -> list[str | None]:
     model = build({}, "dynamic_context_parallel")
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    rank = dp_cp_rank()
     for mode, _, gradient, loss, _ in expected:
         hook, reports = LossHook(aggregation(mode)), []
         iterator = dynamic_packs(PACKS)
@@ -414,6 +457,11 @@ def with_sums(iterator: Any, model: Any) -> Any:
     return losses, SampleLoss(lambda sums, _: sums, lambda x: x, torch.ones_like(losses))
 
 
+def of_samples(iterator: Any, model: Any) -> Any:
+    losses, _ = packed_step(iterator, model)
+    return losses, SampleLoss(lambda x: x.sum(dim=1))
+
+
 def in_equal_parts(starts: Tensor, size: int, rank: int) -> CPLayout:
     return CPLayout.contiguous(int(starts[-1]), size, rank)
 
@@ -423,7 +471,7 @@ contiguous_step = partial(packed_step, split=in_equal_parts)
 
 def local_masks(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Ranks that hold a pack have other masks."""
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    rank = dp_cp_rank()
     for batch in batches:
         yield {**batch, "loss_mask": batch["loss_mask"] * (1 + rank)}
 
@@ -432,6 +480,18 @@ def without_number(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]
     for batch in batches:
         del batch["local_cp_size"]
         yield batch
+
+
+def is_last_rank() -> bool:
+    return dp_cp_rank() == 3
+
+
+def without_number_on_one_rank(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return without_number(batches) if is_last_rank() else batches
+
+
+def shorter_on_one_rank(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return islice(batches, 2) if is_last_rank() else batches
 
 
 def on_fewer_ranks(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -445,48 +505,55 @@ def as_they_are(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return batches
 
 
-REFUSED: dict[str, tuple[str, Any, Any]] = {
-    "DataError: a mean over microbatches needs those of the loop, got samples that Megatron deals": (
-        "microbatch_mean",
-        as_they_are,
-        packed_step,
+# The error, the mode, a change of the batches, and the forward step.
+REFUSED: list[tuple[str, str, Any, Any]] = [
+    (
+        "DataError: a mean over microbatches needs those of the loop, got samples that Megatron deals",
+        *("microbatch_mean", as_they_are, packed_step),
     ),
-    "HostError: SampleLoss(per_token=) needs the same context-parallel ranks for all": (
-        "sum",
-        as_they_are,
-        with_sums,
+    (
+        "HostError: a SampleLoss of tokens on several ranks needs the same context-parallel ranks for",
+        *("sum", as_they_are, with_sums),
     ),
-    "DataError: all context-parallel ranks must read the same batches, got different masks": (
-        "sum",
-        local_masks,
-        packed_step,
+    (
+        "HostError: a SampleLoss of tokens on several ranks needs the same context-parallel ranks for",
+        *("sum", as_they_are, of_samples),
     ),
-    "DataError: must be split over context-parallel ranks as declared, zigzag, got": (
-        "sum",
-        as_they_are,
-        contiguous_step,
+    (
+        "DataError: all context-parallel ranks must read the same batches, got different masks",
+        *("sum", local_masks, packed_step),
     ),
-    "DataError: a batch under dynamic context parallelism must have the key 'local_cp_size', as": (
-        "sum",
-        without_number,
-        packed_step,
+    (
+        "DataError: must be split over context-parallel ranks as declared, zigzag, got",
+        *("sum", as_they_are, contiguous_step),
     ),
-    "DataError: a microbatch with local_cp_size=4 must be given by the data- and context-parallel": (
-        "sum",
-        on_fewer_ranks,
-        packed_step,
+    (
+        "DataError: a batch under dynamic context parallelism must have the key 'local_cp_size', as",
+        *("sum", without_number, packed_step),
     ),
-}
+    (
+        "DataError: a batch under dynamic context parallelism must have the key 'local_cp_size', as",
+        *("sum", without_number_on_one_rank, packed_step),
+    ),
+    (
+        "DataError: the data iterator must give 3 batches for a call, got 2",
+        *("sum", shorter_on_one_rank, packed_step),
+    ),
+    (
+        "DataError: a microbatch with local_cp_size=4 must be given by the data- and context-parallel",
+        *("sum", on_fewer_ranks, packed_step),
+    ),
+]
 
 
 def refused() -> list[str | None]:
     model = build({}, "dynamic_context_parallel")
-    said = []
-    for mode, change, step in REFUSED.values():
+    errors = []
+    for _, mode, change, step in REFUSED:
         options = {**PACKED, "forward_step_func": step}
         hook, iterator = LossHook(aggregation(mode)), change(dynamic_packs(PACKS))
-        said.append(error_of(gpt.run_step, hook, model, iterator, **options))
-    return said
+        errors.append(error_of(gpt.run_step, hook, model, iterator, **options))
+    return errors
 
 
 # Packs of one rank each, which tell no split.
@@ -510,7 +577,7 @@ def test_a_split_is_compared_in_the_first_step_that_shows_it() -> None:
 def evaluate_terms() -> str | None:
     """Half of the ranks that hold a pack evaluate one term of two."""
     model = build({}, "dynamic_context_parallel")
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    rank = dp_cp_rank()
 
     def step(iterator: Iterator[Any], model: Any) -> Any:
         losses, loss_func = packed_step(iterator, model)
@@ -529,11 +596,12 @@ def test_ranks_that_evaluate_other_terms_of_a_pack_all_end() -> None:
 
 
 def test_what_is_not_exact_is_refused_on_every_rank() -> None:
-    for said in run_host_ranks(refused, 4):
-        for words, error in zip(REFUSED, said, strict=True):
-            name, _, text = words.partition(": ")
-            assert error is not None
-            assert (error.startswith(name) and text in error) or "PeerError" in error, error
+    ranks = run_host_ranks(refused, 4)
+    for (words, *_), errors in zip(REFUSED, zip(*ranks, strict=True), strict=True):
+        name, _, text = words.partition(": ")
+        named = [error for error in errors if error.startswith(name) and text in error]
+        others = [error for error in errors if error not in named]
+        assert named and all(error.startswith("PeerError") for error in others), errors
 
 
 def test_packs_without_the_numbers_of_their_samples_take_no_ids(monkeypatch: Any) -> None:

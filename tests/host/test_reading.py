@@ -20,14 +20,15 @@ from torch import Tensor
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
-from tests.host.cases import EVALUATION, Batch, Case, assert_exact
+from tests.host.cases import EVALUATION, Batch, Call, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, on_ranks_of, run_host_ranks
 from tests.host.reference import Gradient, reference
-from tests.host.refusals import Refusal, assert_told
+from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import Form, returning, stock
 from tests.host.steps import (
     N_MB,
     PLACES,
+    ROW,
     SHORT,
     aggregation,
     batch_of,
@@ -216,7 +217,7 @@ def collecting(losses: Tensor, mask: Tensor) -> Any:
     return losses, lambda output, non_loss_data: output if non_loss_data else None
 
 
-def as_without_a_hook(form: Form, topology: str, **options: bool) -> Refusal:
+def as_without_a_hook(form: Form, topology: str, grads: bool = True, **options: bool) -> Refusal:
     """The same error, the same results, and batches drawn when the host draws them."""
 
     def run(hook: LossHook, model: Any, call: Any) -> None:
@@ -232,7 +233,8 @@ def as_without_a_hook(form: Form, topology: str, **options: bool) -> Refusal:
                 arguments = {"forward_step_func": counted, **options}
                 returned.append(gpt.run_step(hook, model, data, N_MB, **arguments))
 
-            error = error_of(take)
+            with torch.set_grad_enabled(grads and torch.is_grad_enabled()):
+                error = error_of(take)
             # A step that trains is counted and reported, with gradients or not.
             return [error, left, returned] if options else [error]
 
@@ -243,7 +245,68 @@ def as_without_a_hook(form: Form, topology: str, **options: bool) -> Refusal:
     return Refusal(case=Case(run=run), topology=topology)
 
 
-ROWS = {}
+def in_one_buffer(batches: Iterator[Batch], flips: bool = False) -> Iterator[Batch]:
+    """Every mask is written into the memory of the first one; labels are new."""
+    buffer = None
+    for batch in batches:
+        mask = batch["loss_mask"]
+        buffer = mask if buffer is None else buffer.copy_(buffer.flip(-1) if flips else mask)
+        yield {**batch, "loss_mask": buffer}
+
+
+def one_mask_for_all(batches: Iterator[Batch]) -> Iterator[Batch]:
+    mask = torch.ones(2, ROW, dtype=torch.float64)
+    for batch in batches:
+        yield {**batch, "loss_mask": mask}
+
+
+def mask_alone(batch: Batch) -> Any:
+    return batch["loss_mask"]
+
+
+def step_of_batches(hook: LossHook, model: Any, call: Call) -> None:
+    with hook.step([*two_rows().data(gpt.data_rank())]):
+        call(2)
+
+
+def without_microbatches(hook: LossHook, model: Any, call: Call) -> None:
+    call(0)
+
+
+OVERWRITTEN = (
+    "DataError: a batch must stay as it was drawn until its forward pass, got masks, offsets or ids "
+    "that changed ... Give new tensors in each batch, or clone them in the data iterator."
+)
+NO_MICROBATCH = (
+    "DataError: microbatches must be of class Microbatch, or mappings of such by term, got"
+)
+REFUSED = {
+    "masks in one buffer": Refusal(OVERWRITTEN, two_rows("token_mean", iterator=in_one_buffer)),
+    "masks of equal sums in one buffer": Refusal(
+        OVERWRITTEN, two_rows(iterator=functools.partial(in_one_buffer, flips=True))
+    ),
+    "a mask that all batches share": Refusal(case=two_rows(iterator=one_mask_for_all)),
+    "a reader that returns a mask": Refusal(
+        f"{NO_MICROBATCH} a Tensor. Give read_batch(batch), or correct the function",
+        two_rows(hook={"read_batch": mask_alone}),
+    ),
+    "batches in place of microbatches": Refusal(
+        f"{NO_MICROBATCH} a dict of ['labels', 'loss_mask', ... Give read_batch(batch)",
+        two_rows(run=step_of_batches),
+    ),
+    "no microbatches": Refusal(
+        "HostError: num_microbatches must be at least 1 ... got 0. Leave out the call",
+        two_rows(run=without_microbatches),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_batches_that_cannot_be_counted_are_refused(name: str) -> None:
+    assert_told(__name__, name)
+
+
+ROWS = {**REFUSED}
 for name in ("dp1", "cp2"):
     # Before 0.19 the first fails with the hook as without it: the schedule itself calls the
     # function.
@@ -254,9 +317,10 @@ for name in ("dp1", "cp2"):
             collecting, name, **EVALUATION, collect_non_loss_data=True
         ),
         f"no gradient, {name}": as_without_a_hook(lambda x, mask: stock(x.detach(), mask), name),
+        f"no gradients at all, {name}": as_without_a_hook(stock, name, grads=False),
     }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", ROWS.keys() - REFUSED.keys())
 def test_what_needs_no_plan_is_left_to_the_host(name: str) -> None:
     assert_told(__name__, name)

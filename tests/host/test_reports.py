@@ -163,7 +163,7 @@ def with_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
 
 def by_dataset(mode: str, **more: Any) -> Case:
     hook = {"extensions": [DatasetReports()], "aggregate_evaluation": True}
-    return Case(mode, MODES[mode], batch=with_ids, **{"hook": hook, **more})
+    return Case(mode, **{"options": MODES[mode], "batch": with_ids, "hook": hook, **more})
 
 
 OF_DATASETS = [mode for mode in MODES if mode != "microbatch_mean"]
@@ -201,12 +201,14 @@ def test_each_data_set_is_reduced_alone() -> None:
 
 def test_a_data_set_without_weight_has_the_mean_over_its_tokens_alone() -> None:
     options = {"sample_weights": "count", "dataset_weights": {0: 1.0, 3: 0.0, 5: 1.0, 12: 2.0}}
-    case = dataclasses.replace(by_dataset("sample_mean"), options=options)
-    wanted = values("sample_mean", [case.places]) | {"sample_mean loss of dataset 3": math.nan}
-    ignored = reference().gradient(weights_of("sample_mean", case.places))
-    for _, reports in run(TOPOLOGIES["dp2"], [case], [ignored])[case]:
-        found = {key: x for key, x in reports.items() if " of dataset " in key}
-        assert found == pytest.approx(wanted, rel=EXACT, nan_ok=True)
+    step = dataclasses.replace(by_dataset("sample_mean"), options=options)
+    evaluation = dataclasses.replace(step, after=step, call={"forward_only": True})
+    wanted = values("sample_mean", [step.places]) | {"sample_mean loss of dataset 3": math.nan}
+    ignored = reference().gradient(weights_of("sample_mean", step.places))
+    for ranks in run(TOPOLOGIES["dp2"], [step, evaluation], [ignored] * 2).values():
+        for _, reports in ranks:
+            found = {key: x for key, x in reports.items() if " of dataset " in key}
+            assert found == pytest.approx(wanted, rel=EXACT, nan_ok=True)
 
 
 def test_data_sets_are_those_of_the_step_on_every_stage_and_tensor_parallel_rank() -> None:
@@ -291,6 +293,18 @@ def test_sample_weights_that_count_weigh_calls() -> None:
         loss = reference().loss(weights_with(mode, whole, sample, **COUNTED))
         wanted[Case(mode, COUNTED, batch=WEIGHTED)] = {f"{mode} loss": loss}
     assert_evaluated(wanted)
+
+
+def without_the_first_of_3(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """The samples of data set 3 in the first of `CALLS` weigh 0."""
+    weights = [float(i not in (0, 1, 4)) for i in range(len(DATASETS))]
+    return by_sample(with_ids(batch, of_mb), of_mb, sample_weights=weights)
+
+
+def test_a_call_in_which_a_data_set_weighs_nothing_leaves_its_mean_to_the_others() -> None:
+    case = by_dataset("sample_mean", options=COUNTED, batch=without_the_first_of_3)
+    name = "sample_mean loss of dataset 3"
+    assert_evaluated({case: {name: values("sample_mean", CALLS[2:])[name]}})
 
 
 def test_each_term_has_its_own_denominator_and_their_sum_is_averaged_over_calls() -> None:

@@ -24,7 +24,7 @@ from megatron_loss_agg.mcore import SampleLoss, TokenLoss, read_batch
 from megatron_loss_agg.report import Sum
 from tests import oracle
 from tests.host import gpt, gradients, scripts
-from tests.host.cases import EVALUATION, Batch, Call, Case, Expected, assert_exact, covering
+from tests.host.cases import EVALUATION, Batch, Call, Case, Expected, assert_exact, covering, run
 from tests.host.harness import CP2, EXACT, TOPOLOGIES, TP2, Topology, run_host_ranks
 from tests.host.reference import Gradient, gradient_of, gradient_of_sum, reference, references
 from tests.host.refusals import Refusal, assert_told
@@ -275,6 +275,27 @@ def test_losses_by_pair_are_exact(name: str) -> None:
         replace(cases[0], calls=(1, len(cases[0].places[0]) - 1)),
     ]
     assert_exact(topology, cases, partial(expected_of_pairs, model=topology.model))
+
+
+def padding_alone(batch: Batch, _: tuple[int, ...]) -> Batch:
+    keys = ("tokens", "labels", "loss_mask")
+    return {**batch, **{key: torch.zeros_like(batch[key]) for key in keys}}
+
+
+def test_a_first_step_of_padding_alone_needs_no_split() -> None:
+    step = Case(
+        "sample_mean",
+        places=PAIRS[1],
+        step=STEPS_OF_PAIRS["dpo"],
+        hook={"read_batch": read_pairs},
+        batch=padding_alone,
+    )
+    second = replace(step, batch=None, after=step)
+    wanted = {case: expected_of_pairs(case, "dense") for case in (step, second)}
+    found = run(TOPOLOGIES["cp2"], [*wanted], [gradient for gradient, _ in wanted.values()])
+    for error, reports in found[second]:
+        assert error <= EXACT
+        assert reports == pytest.approx({**reports, **wanted[second][1]}, rel=EXACT)
 
 
 # DPO as it is trained: the policy starts as its reference model, and moves away from it.

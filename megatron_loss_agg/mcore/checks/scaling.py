@@ -85,6 +85,7 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
     )
 
 
+@torch.enable_grad()  # a loop may call the schedule without gradients
 def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
     """Megatron's gradients as a multiple of the planned ones: of all, the farthest from 1.
 

@@ -28,6 +28,7 @@ from megatron_loss_agg.microbatch import (
     MicrobatchOfTerms,
     MicrobatchShape,
     holds_integers,
+    term_microbatches,
 )
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
 
@@ -175,8 +176,15 @@ def _depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gath
     shape = plan_of_first_term(plans).shapes[i]
     if call.groups.cp_rank_in(shape).size == 1:
         return False
-    has_tokens_with_loss = any(bool(plan.coefficients(i).any()) for plan in plans.values())
+    has_tokens_with_loss = any(_has_tokens_with_loss(plan, i) for plan in plans.values())
     return has_tokens_with_loss and (is_gathered or _has_several_samples(plans, i))
+
+
+def _has_tokens_with_loss(plan: StepPlan, i: int) -> bool:
+    sequences = plan.sequences[i]
+    has_loss = bool(plan.coefficients(i).any())
+    # A loss by sample may be of padding alone, which no split makes wrong.
+    return has_loss and (sequences is None or bool(sequences.mask_sum.any()))
 
 
 def _has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
@@ -238,8 +246,7 @@ def _token_microbatch(microbatch: MicrobatchOfTerms) -> Microbatch:
 
     Where its losses are by sample, the one of its sequences.
     """
-    several = list(microbatch.values()) if isinstance(microbatch, Mapping) else [microbatch]
-    several = [x if x.sequences is None else x.sequences for x in several]
+    several = [x if x.sequences is None else x.sequences for x in term_microbatches(microbatch)]
     packs = [x for x in several if x.cu_seqlens is not None]
     return (packs or several)[0]
 

@@ -14,10 +14,8 @@ rank reports its part of a quotient by `report_pair`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,45 +27,12 @@ from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, denominator_of, report_pair
 from megatron_loss_agg.mcore.split import sums_of_samples
-from megatron_loss_agg.plan import StepPlan
+from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
 _ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Fix its error first."
-
-
-class DatasetSums(NamedTuple):
-    """Sums over the tokens of one data set in the whole step, of one term."""
-
-    mask_sum: float  # M_d, with rejected samples
-    weight_sum: float
-
-
-@dataclass(frozen=True)
-class _Reported:
-    """The reports of one step's, or of one evaluation call's, microbatches."""
-
-    ids: Sequence[int]  # of the data sets
-    without_mean: Collection[int]  # those whose means are NaN
-    sums: Mapping[str, Mapping[int, DatasetSums]]  # by term and id
-
-    def mean(
-        self,
-        call: Call,
-        plan: StepPlan,
-        d: int,
-        part: Tensor,
-        divisor: float,
-        denominator: float,
-    ) -> Tensor:
-        """[2]: this rank's part of the mean ``sum part / divisor`` of a data set."""
-        has_no_weight = divisor == 0 and call.trains  # an evaluation has more calls
-        if has_no_weight or d in self.without_mean:
-            return part.new_full((2,), math.nan)
-        return report_pair(call, plan, part / (divisor or 1.0), denominator)
-
-    def sums_of(self, name: str, d: int) -> DatasetSums:
-        """Zeros for a data set without tokens in the step."""
-        return self.sums[name].get(d, DatasetSums(0.0, 0.0))
+Divisors = Mapping[str, Mapping[int, float]]
+"""By report ("lm", or a term) and data set with tokens in the step."""
 
 
 class DatasetReports(Extension):
@@ -90,122 +55,121 @@ class DatasetReports(Extension):
 
     def __init__(self, log_interval: int = 1) -> None:
         self._log_interval = log_interval
-        self._steps = 0  # of training
-        self._first_step: dict[int, int] = {}  # by id: the training step that had it first
+        self._step = -1  # of training
+        self._first_step: dict[int, int] = {}  # by data set: the training step that had it first
         # By `Call.trains`: an evaluation may come between the calls of a step.
-        self._reported: dict[bool, _Reported] = {}
+        self._divisors: dict[bool, Divisors] = {}
 
     @contextmanager
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         if call.begins_step:
-            self._prepare(call, plans)
+            self._step += call.trains
+            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=self._step == 0):
+                if call.trains:
+                    _check_ids(plans)
+            self._divisors[call.trains] = divisors = _divisors_of_step(call, plans)
+            if call.trains:
+                for d in _datasets(divisors):
+                    self._first_step.setdefault(d, self._step)
         yield
-
-    def _prepare(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
-        if call.trains:
-            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=self._steps == 0):
-                _check_ids(plans)
-        sums = {} if plans is None else _sums_of_step(call, plans)
-        present = {d for of_term in sums.values() for d in of_term}
-        if call.trains:
-            self._reported[True] = self._of_training_step(present, sums)
-        else:
-            self._reported[False] = _Reported(sorted(present), set(), sums)
-
-    def _of_training_step(
-        self, present: set[int], sums: Mapping[str, Mapping[int, DatasetSums]]
-    ) -> _Reported:
-        """The report of a training step whose tokens are of the data sets ``present``.
-
-        Megatron's log averages a name over the steps of its interval, with 0 for those before its
-        first report, and leaves out NaN. So a data set's mean is NaN in a step without its tokens,
-        and in the first `log_interval` steps of a data set that the run's first step lacks.
-        """
-        for d in present:
-            self._first_step.setdefault(d, self._steps)
-        recent = max(0, self._steps - self._log_interval)
-        ids = sorted(self._first_step)
-        without_mean = {d for d in ids if self._first_step[d] > recent or d not in present}
-        self._steps += 1
-        return _Reported(ids, without_mean, sums)
 
     @torch.no_grad()
     def on_loss(self, microbatch: MicrobatchLoss) -> None:
         call, plans = microbatch.call, microbatch.plans
-        reported = self._reported[call.trains]
-        if not reported.ids:
-            return
         first = next(iter(plans))
         if first in microbatch.terms:
-            term = microbatch.terms[first]
-            shape = plans[first].shapes[microbatch.i]
+            term, shape = microbatch.terms[first], plans[first].shapes[microbatch.i]
             share = 1 / call.groups.cp_rank_in(shape).size if term.is_whole else 1.0
-            mask = term.mask * share
-            for d, part in _sums_on_rank(microbatch, reported.ids, first, mask).items():
-                mask_sum = reported.sums_of(first, d).mask_sum
-                pair = reported.mean(call, plans[first], d, part, mask_sum, mask_sum)
-                microbatch.report(f"lm loss of dataset {d}", pair)
+            self._report(microbatch, "lm", first, term.mask * share, is_mean=True)
         for name, weights in microbatch.weights.items():
-            plan = plans[name]
-            for d, part in _sums_on_rank(microbatch, reported.ids, name, weights).items():
-                if plan.aggregation.within is None:
-                    pair = report_pair(call, plan, part, denominator_of(plan))
-                else:
-                    weight_sum = reported.sums_of(name, d).weight_sum
-                    denominator = weight_sum * denominator_of(plan)
-                    pair = reported.mean(call, plan, d, part, weight_sum, denominator)
-                microbatch.report(f"{name} loss of dataset {d}", pair)
+            is_mean = plans[name].aggregation.within is not None
+            self._report(microbatch, name, name, weights, is_mean)
+
+    def _report(
+        self, microbatch: MicrobatchLoss, label: str, name: str, weights: Tensor, is_mean: bool
+    ) -> None:
+        """Report ``sum w_t loss_t`` over the tokens of each data set; of a mean, by its divisor."""
+        call, plan = microbatch.call, microbatch.plans[name]
+        divisors = self._divisors[call.trains]
+        denominator = 1.0 if label == "lm" else denominator_of(plan)
+        ids = sorted(self._first_step) if call.trains else _datasets(divisors)
+        for d, part in _sums_on_rank(microbatch, ids, name, weights).items():
+            divisor = divisors[label].get(d, 0.0) if is_mean else 1.0
+            if divisor == 0 and not call.trains:
+                pair = part.new_zeros(2)  # NaN, if no other call of the evaluation has its tokens
+            elif divisor == 0 or (is_mean and self._is_new(call, d)):
+                pair = part.new_full((2,), math.nan)
+            else:
+                pair = report_pair(call, plan, part / divisor, divisor * denominator)
+            microbatch.report(f"{label} loss of dataset {d}", pair)
+
+    def _is_new(self, call: Call, d: int) -> bool:
+        """Whether Megatron's log cannot average the data set's mean yet.
+
+        Its average over an interval takes 0 for steps before the first report of a name, and leaves
+        out a name that was NaN in one of them.
+        """
+        return call.trains and self._first_step[d] > max(0, self._step - self._log_interval)
+
+
+def _datasets(divisors: Divisors) -> list[int]:
+    return sorted({d for by_dataset in divisors.values() for d in by_dataset})
 
 
 def _sums_on_rank(
-    microbatch: MicrobatchLoss, of_ids: Sequence[int], name: str, weights: Tensor
+    microbatch: MicrobatchLoss, ids: Sequence[int], name: str, weights: Tensor
 ) -> dict[int, Tensor]:
     """By data set: the sum of ``weight * loss`` over its tokens on this rank.
 
     Summed in fp64. NaN or inf at a weight of 0 is ignored.
     """
+    if not ids:
+        return {}
     plan, i, losses = microbatch.plans[name], microbatch.i, microbatch.terms[name].losses
     w_T = weights.reshape(-1).double()
     products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
     sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.starts[name])
-    ids, id_S = torch.tensor(of_ids), plan.ids("dataset", i)
+    id_D, id_S = torch.tensor(ids), plan.ids("dataset", i)
     # Data sets that have no token in the step are not among the ids.
-    index_S = torch.searchsorted(ids, id_S).where(torch.isin(id_S, ids), len(ids))
-    sums = sums_S.new_zeros(len(ids) + 1)
-    sums.index_add_(0, moved(index_S, sums.device), sums_S)
-    return dict(zip(of_ids, sums[:-1].to(at_least_fp32(losses.dtype)), strict=True))
+    index_S = torch.searchsorted(id_D, id_S).where(torch.isin(id_S, id_D), len(ids))
+    sum_D = sums_S.new_zeros(len(ids) + 1)
+    sum_D.index_add_(0, moved(index_S, sum_D.device), sums_S)
+    return dict(zip(ids, sum_D[:-1].to(at_least_fp32(losses.dtype)), strict=True))
 
 
 def _check_ids(plans: Mapping[str, StepPlan] | None) -> None:
-    for plan in (plans or {}).values():
-        if "dataset" not in plan.ids_S:
-            raise DataError(
-                "reports by data set need ids in every batch, got a microbatch without. Give the batch "
-                "key 'dataset_ids' (or Megatron's 'dataset_id'), or drop DatasetReports "
-                "(--loss-aggregation-report-datasets)."
-            )
+    if any("dataset" not in plan.ids_S for plan in (plans or {}).values()):
+        raise DataError(
+            "reports by data set need ids in every batch, got a microbatch without. Give the batch "
+            "key 'dataset_ids' (or Megatron's 'dataset_id'), or drop DatasetReports "
+            "(--loss-aggregation-report-datasets)."
+        )
 
 
-def _sums_of_step(call: Call, plans: Mapping[str, StepPlan]) -> dict[str, dict[int, DatasetSums]]:
-    """By term and data set, on every tensor-parallel rank; empty where a microbatch has no ids."""
-    if any("dataset" not in plan.ids_S for plan in plans.values()):
+def _divisors_of_step(call: Call, plans: Mapping[str, StepPlan] | None) -> Divisors:
+    """On every tensor-parallel rank; empty where a microbatch has no ids, or there is no loss."""
+    if plans is None or any("dataset" not in plan.ids_S for plan in plans.values()):
         return {}
 
-    def of_terms() -> dict[str, dict[int, DatasetSums]]:
-        return {name: _sums_by_dataset(plan) for name, plan in plans.items()}
+    def divisors() -> dict[str, dict[int, float]]:
+        mask_sums = {"lm": _sums_by_dataset(plan_of_first_term(plans), are_weighted=False)}
+        return mask_sums | {
+            name: _sums_by_dataset(plan, are_weighted=plan.aggregation.within is not None)
+            for name, plan in plans.items()
+        }
 
-    return broadcast_result(of_terms, call.groups.tp, 0)
+    return broadcast_result(divisors, call.groups.tp, 0)
 
 
-def _sums_by_dataset(plan: StepPlan) -> dict[int, DatasetSums]:
-    """Of the data sets with tokens in the step, from the samples of all ranks."""
+def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:
+    """The mask sum of each data set with tokens in the step, or the sum of its tokens' weights."""
     samples = plan.samples
-    assert samples is not None  # of this rank, which reads data
+    assert samples is not None  # since this rank reads data
     groups = samples.groups("dataset")
-    mask_sums = groups.sums(samples.mask_sum)
-    weight_sums = torch.zeros_like(mask_sums)
-    if plan.aggregation.within is not None:  # only means divide by them
+    sums = mask_sums = groups.sums(samples.mask_sum)
+    if are_weighted:
         coefficient_S, _ = coefficients(plan.aggregation, samples)
-        weight_sums = groups.sums(coefficient_S * samples.mask_sum)
-    rows = zip(groups.ids_G.tolist(), mask_sums.tolist(), weight_sums.tolist(), strict=True)
-    return {d: DatasetSums(*sums) for d, *sums in rows if sums[0] > 0}
+        sums = groups.sums(coefficient_S * samples.mask_sum)
+    has_tokens = mask_sums > 0
+    ids = groups.ids_G[has_tokens].tolist()
+    return dict(zip(ids, sums[has_tokens].tolist(), strict=True))
