@@ -55,7 +55,7 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
     for run in runs:
         run_losses = losses(run)
         for axes, name in zip(panels, CLASSES, strict=True):
-            values = [run_losses[step][name] - base[step][name] for step in of_run]
+            values = [run_losses[step][name] - base[step][name] for step in run_losses]
             axes.plot(list(run_losses), values, label=run.name)
     for axes, title in zip(panels, TITLES.values(), strict=True):
         axes.set_title(title, fontsize=10)

@@ -304,7 +304,9 @@ BAD_RUNS = {
     '{"loss_mask": [1], "cu_seqlens": "x"}': (
         "OptionError: cu_seqlens must be a list of ints, got x in PATH:1. Correct the line."
     ),
-    '{"loss_mask": [1], "cu_seqlens": [0.5]}': "OptionError: cu_seqlens must be a list of ints, got [0.5]",
+    '{"loss_mask": [1], "cu_seqlens": [0.5]}': (
+        "OptionError: cu_seqlens must be a list of ints, got [0.5]"
+    ),
     "0": NO_TOKENS,
     "": NO_ROWS,
     "\xff": "OptionError: --data must name a readable text file, got PATH ",
