@@ -105,33 +105,46 @@ def failing_together(
         raise PeerError(message)
 
 
-def broadcast_result(
-    make: Callable[[], _T], group: dist.ProcessGroup, source: int, doing: str = "planning the step"
-) -> _T:
-    """The result of ``make`` on rank ``source`` of ``group``, on all of its ranks; all must call.
+@contextlib.contextmanager
+def failing_in_broadcast(group: dist.ProcessGroup) -> Iterator[None]:
+    """Around what comes before a `broadcast`: if it fails on rank 0, the others raise PeerError."""
+    try:
+        yield
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too
+        if ranks_of(group) > 1 and dist.get_rank(group) == 0:
+            _broadcast_object(Failure(f"{type(error).__name__}: {error}"), group)
+        raise
+
+
+def broadcast(x: Any, group: dist.ProcessGroup, doing: str = "planning the step") -> Any:
+    """``x`` of rank 0 of ``group``, on all of its ranks; all must call.
 
     Args:
-        doing: the work of the source, for the error.
+        doing: the work of rank 0, for the error.
 
     Raises:
-        PeerError: ``make`` failed. On the source its own error is raised.
+        PeerError: rank 0 failed before, in `failing_in_broadcast`.
     """
     if dist.get_world_size(group) == 1:
-        return make()
-    result: Any = None
-    if dist.get_rank(group) == source:
-        try:
-            result = make()
-        except BaseException as error:
-            _broadcast_object(Failure(f"{type(error).__name__}: {error}"), group, source)
-            raise
-    result = _broadcast_object(result, group, source)
-    if isinstance(result, Failure):
+        return x
+    x = _broadcast_object(x, group)
+    if isinstance(x, Failure):
         raise PeerError(
-            f"rank {source} of the group failed while {doing} for this rank. Fix its error first: "
-            f"{result.error}"
+            f"rank 0 of the group failed while {doing} for this rank. Fix its error first: {x.error}"
         )
-    return result
+    return x
+
+
+def broadcast_result(
+    make: Callable[[], _T], group: dist.ProcessGroup, doing: str = "planning the step"
+) -> _T:
+    """The result of ``make`` on rank 0 of ``group``, on all of its ranks; as `broadcast`."""
+    result = None
+    with failing_in_broadcast(group):
+        if dist.get_rank(group) == 0:
+            result = make()
+    shared: _T = broadcast(result, group, doing)
+    return shared
 
 
 def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -170,9 +183,9 @@ def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [pickle.loads(bytes(x[:n].numpy())) for x, n in zip(rows, sizes, strict=True)]
 
 
-def _broadcast_object(x: Any, group: dist.ProcessGroup, source: int) -> Any:
+def _broadcast_object(x: Any, group: dist.ProcessGroup) -> Any:
     box = [x]
     device = for_backend(torch.empty(0), group).device
     with torch.no_grad():
-        dist.broadcast_object_list(box, dist.get_global_rank(group, source), group, device)
+        dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group, device)
     return box[0]

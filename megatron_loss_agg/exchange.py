@@ -14,7 +14,8 @@ Suffixes: ``_R`` one number for each rank, ``_M`` one for each microbatch, ``_S`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -230,35 +231,40 @@ class StepTable:
         return cls(table.samples, table, torch.arange(num_microbatches), slice(0, num_samples))
 
 
+@contextlib.contextmanager
+def failing_in_exchange(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Around what comes before an `exchange`: if it fails, the other ranks raise PeerError."""
+    try:
+        yield
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too
+        if group is not None and ranks_of(group) > 1:
+            _gather_headers(Header(failed=1), group)
+            send_failure(error, group)
+        raise
+
+
 def exchange(
-    read: Callable[[], tuple[str, Mapping[str, RankTable]]], group: dist.ProcessGroup | None
+    words: str, tables: Mapping[str, RankTable], group: dist.ProcessGroup | None
 ) -> dict[str, StepTable]:
     """The table of all ranks for each term, in two collectives for each table that differs.
 
-    All ranks of ``group`` must call.
+    All ranks of ``group`` must call, or fail in `failing_in_exchange`.
 
     Args:
-        read: returns the terms in words, and this rank's table for each term: the same object for
-            terms that share masks.
+        words: the terms in words, which must be the same on all ranks.
+        tables: this rank's table for each term: the same object for terms that share masks.
 
     Returns:
         by term; one object for all if the terms share masks on every rank.
 
     Raises:
-        PeerError: ``read`` failed on another rank. On the rank itself its own error is raised.
+        PeerError: another rank failed before.
         OptionError: the terms differ between ranks.
         DataError, PeerError: the ranks that hold a microbatch are not those that should.
     """
     if group is None or ranks_of(group) == 1:
-        _, tables = read()
         distinct = {id(x): StepTable.of_one_rank(x) for x in tables.values()}
         return {name: distinct[id(x)] for name, x in tables.items()}
-    try:
-        words, tables = read()
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too
-        _gather_headers(Header(failed=1), group)
-        send_failure(error, group)
-        raise
     first, *others = tables
     has_masks_by_term = len({*map(id, tables.values())}) > 1
     headers = _gather_headers(tables[first].header(words, has_masks_by_term), group)

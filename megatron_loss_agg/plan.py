@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_terms, units_read
-from megatron_loss_agg.collectives import broadcast_result, ranks_of
+from megatron_loss_agg.collectives import broadcast, ranks_of
 from megatron_loss_agg.counting import (
     Samples,
     StepCounts,
@@ -24,7 +24,7 @@ from megatron_loss_agg.counting import (
 )
 from megatron_loss_agg.describe import terms_in_words
 from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.exchange import RankTable, StepTable, exchange
+from megatron_loss_agg.exchange import RankTable, StepTable, exchange, failing_in_exchange
 from megatron_loss_agg.masks import Sequences
 from megatron_loss_agg.microbatch import (
     Ids,
@@ -173,7 +173,7 @@ class StepPlan:
             "sample_weights": sample_weights,
         }
 
-        def read() -> list[Microbatch]:
+        def sample_microbatches() -> list[Microbatch]:
             """A microbatch for each vector; each sample has all of its mask in one token."""
             has_list = _is_list_of_vectors(mask_sums)
             vectors = [_vector(x) for x in (mask_sums if has_list else [mask_sums])]
@@ -193,7 +193,9 @@ class StepPlan:
                 for i, vector in enumerate(vectors)
             ]
 
-        plan = plan_step({"": agg}, read, group)[""]
+        with failing_in_exchange(group):
+            microbatches = sample_microbatches()
+        plan = plan_step({"": agg}, microbatches, group)[""]
         return replace(
             plan,
             counts=plan.counts._replace(active_tokens=None),
@@ -416,34 +418,30 @@ def plan_step(
     """`StepPlan.build_terms`; without ``copies``, plans refer to the microbatches themselves.
 
     Args:
-        microbatches: a list, or a function returning it; if it fails, the other ranks raise
-            PeerError.
         is_evaluation: data sets may lack a weight.
     """
-
-    def read() -> tuple[str, dict[str, RankTable]]:
-        items = listed(microbatches() if callable(microbatches) else microbatches)
+    with failing_in_exchange(group):
         terms_by_name = named_terms(terms)
         # Ranks compare them. One rank alone saves the time.
         words = terms_in_words(terms_by_name) if ranks_of(group) > 1 else ""
-        return words, _read_tables(terms_by_name, items, group, copies, is_evaluation)
-
-    tables = exchange(read, group)
+        items = listed(microbatches)
+        tables = _read_tables(terms_by_name, items, group, copies, is_evaluation)
+    step_tables = exchange(words, tables, group)
     return {
-        name: _plan_term(term.aggregation, tables[name])
-        for name, term in named_terms(terms).items()
+        name: _plan_term(term.aggregation, step_tables[name])
+        for name, term in terms_by_name.items()
     }
 
 
 def broadcast_plans(
-    make: Callable[[], dict[str, StepPlan]], terms: Mapping[str, Term], group: dist.ProcessGroup
-) -> dict[str, StepPlan]:
-    """The plans that rank 0 of ``group`` makes, on all of its ranks, with their own aggregations.
+    plans: Mapping[str, StepPlan] | None, terms: Mapping[str, Term], group: dist.ProcessGroup
+) -> Mapping[str, StepPlan]:
+    """The plans of rank 0 of ``group`` on all of its ranks, with each rank's own aggregations.
 
     Raises:
-        PeerError: ``make`` failed. On rank 0 its own error is raised.
+        PeerError: rank 0 failed before, in `failing_in_broadcast`.
     """
-    plans = broadcast_result(make, group, 0)
+    plans = broadcast(plans, group)
     for name, plan in plans.items():
         object.__setattr__(plan, "aggregation", terms[name].aggregation)
     return plans

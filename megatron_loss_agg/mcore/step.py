@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.collectives import any_rank, failing_together
+from megatron_loss_agg.collectives import any_rank, failing_in_broadcast, failing_together
 from megatron_loss_agg.errors import DataError, HostError, PeerError
+from megatron_loss_agg.exchange import failing_in_exchange
 from megatron_loss_agg.mcore.batches import (
     DrawnBatches,
     DrawnTensors,
@@ -187,10 +188,16 @@ class Step:
         ):
             if not groups.is_last_stage:
                 return None
-            make = functools.partial(
-                plan_step, call.terms, read, groups.count_group, is_evaluation=not call.trains
-            )
-            plans = broadcast_plans(make, call.terms, groups.tp)
+            plans: Plans | None = None
+            with failing_in_broadcast(groups.tp):
+                if groups.reads_data:
+                    with failing_in_exchange(groups.count_group):
+                        microbatches = read()
+                    plans = plan_step(
+                        *(call.terms, microbatches, groups.count_group),
+                        is_evaluation=not call.trains,
+                    )
+            plans = broadcast_plans(plans, call.terms, groups.tp)
             if refuses_empty and is_empty(call, plans):
                 raise DataError(
                     "a step must have an active token, and every token is masked or rejected. Fix "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -191,9 +190,10 @@ def test_terms_that_share_masks_share_one_table_and_its_groups():
 # A plan on other ranks and devices.
 
 
-def plans_on_ranks(make: Callable[[], Any]) -> tuple[str, bool, list[float]]:
+def plans_on_ranks(make: Callable[[Any], Any]) -> tuple[str, bool, list[float]]:
     terms = {"": Term(LossAggregation(mode="custom", function=lambda x: x.mask_sum))}
-    plan = broadcast_plans(partial(make, terms), terms, dist.group.WORLD)[""]
+    plans = make(terms) if dist.get_rank() == 0 else None
+    plan = broadcast_plans(plans, terms, dist.group.WORLD)[""]
     aggregation_is_whole = plan.aggregation is terms[""].aggregation
     return plan.aggregation.mode, aggregation_is_whole, plan.coefficients(0).tolist()
 

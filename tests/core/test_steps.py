@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from megatron_loss_agg import (
     Term,
 )
 from megatron_loss_agg.counting import Samples
-from megatron_loss_agg.plan import plan_step
+from megatron_loss_agg.exchange import failing_in_exchange
 from megatron_loss_agg.report import Max, Mean, reduce_reports
 from tests.core.meaning import (
     F64,
@@ -84,23 +83,16 @@ class Drawn:
     def run(self, rank: int, group: Any) -> dict[str, StepPlan]:
         """The loop of one rank."""
         how = self.changes if rank == self.where else {}
-        try:
+        with failing_in_exchange(group):
             terms = {
                 name: Term(LossAggregation(**with_changes(options, how)), multiplier)
                 for name, (options, multiplier) in self.terms.items()
             }
             step: Any = [microbatch_of(x) for x in self.on(rank)]
-        except Exception as error:
-            return plan_step({}, partial(raised, error), group)
         if rank in self.masks_by_term:
             step = [dict.fromkeys(terms, x) for x in step]
         step = changed(None, how["step"]) if "step" in how else step
         return StepPlan.build_terms(terms, step, group)
-
-
-def raised(error: Exception) -> Any:
-    """As a function that reads a step, and fails."""
-    raise error
 
 
 multipliers = st.sampled_from([1.0, 0.0, -0.5, Fraction(2, 3), 2])

@@ -157,7 +157,7 @@ class TokenNotes:
                 check_split(numbers.get(row, row), row_splits, call.split, is_declared)
             return self._splits if fitting is None else fitting
 
-        return broadcast_result(compare_findings, call.groups.tp, 0, "comparing tokens")
+        return broadcast_result(compare_findings, call.groups.tp, "comparing tokens")
 
 
 def dependent_microbatches(

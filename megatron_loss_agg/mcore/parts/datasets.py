@@ -158,7 +158,7 @@ def _divisors_of_step(call: Call, plans: Mapping[str, StepPlan] | None) -> Divis
             for name, plan in plans.items()
         }
 
-    return broadcast_result(divisors, call.groups.tp, 0)
+    return broadcast_result(divisors, call.groups.tp)
 
 
 def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:

@@ -187,7 +187,7 @@ def replanned(
             results.append((c_S[plan.rows_S].clone(), counts))
         return results
 
-    results = broadcast_result(replan, call.groups.tp, 0)
+    results = broadcast_result(replan, call.groups.tp)
     return [
         replace(plan, aggregation=agg, coefficient_S=c_S, counts=counts)
         for agg, (c_S, counts) in zip(aggregations, results, strict=True)
@@ -252,7 +252,7 @@ class WeightReports(Extension):
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         if call.begins_step and call.trains and plans is not None:
             plan = plan_of_first_term(plans)
-            self._unevenness = broadcast_result(lambda: _unevenness(plan), call.groups.tp, 0)
+            self._unevenness = broadcast_result(lambda: _unevenness(plan), call.groups.tp)
         yield
 
     def on_loss(self, microbatch: MicrobatchLoss) -> None:

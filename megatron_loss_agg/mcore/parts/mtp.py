@@ -264,7 +264,7 @@ def _masks_on_rank(call: Call, plan: StepPlan, depths: int) -> dict[int, list[Te
         return [m.loss_mask for m in microbatches]
 
     masks = {}  # copies: the forward steps may write into the batch's own
-    for i, mask in zip(indices, broadcast_result(whole_masks, call.groups.tp, 0), strict=True):
+    for i, mask in zip(indices, broadcast_result(whole_masks, call.groups.tp), strict=True):
         shape, groups = plan.shapes[i], call.groups
         layout = layout_of(shape, call.split, groups.cp_size, groups.cp_rank)
         masks[i] = [layout.shard(shifted(mask, shape.starts, d)) for d in range(depths + 1)]
