@@ -17,6 +17,7 @@ from megatron_loss_agg.counting import Samples, coefficients
 from megatron_loss_agg.exchange import Columns, RankTable, joined
 from megatron_loss_agg.plan import broadcast_plans, plan_step
 from tests.core.meaning import aggregation
+from tests.core.operations import Operations
 from tests.distributed import run_ranks
 
 Steps = list[list[Microbatch]]  # by rank
@@ -166,8 +167,6 @@ def test_a_sample_takes_16_bytes_with_one_id_and_more_where_some_rank_has_more()
 
 
 def test_ranks_are_decoded_in_the_same_operations_however_many_there_are():
-    from tests.core.operations import Operations
-
     def names(ranks: int) -> list[str]:
         tables = [rank_table(rank, samples=1 + rank % 3) for rank in range(ranks)]
         columns = columns_of(*tables)
@@ -186,6 +185,21 @@ def test_terms_that_share_masks_share_one_table_and_its_groups():
     table = plans["a"].samples
     assert table is plans["b"].samples
     assert table.groups("prompt") is table.groups("prompt")
+
+
+def overwriting(samples: Samples) -> torch.Tensor:
+    for x in (samples.mask_sum, samples.weight, samples.rejected, *samples.ids.values()):
+        x.fill_(7)
+    return torch.ones_like(samples.mask_sum)
+
+
+def test_a_function_that_writes_into_its_samples_changes_no_other_term():
+    custom = LossAggregation(mode="custom", function=overwriting, sample_weights="skip")
+    terms = {"a": custom, "b": aggregation("prompt_mean", sample_weights="count")}
+    microbatch = Microbatch(torch.ones(2, 3), prompt_ids=[1, 2], sample_weights=torch.ones(2))
+    plans = StepPlan.build_terms(terms, [microbatch])
+    assert plans["b"].coefficients(0).tolist() == [1 / 6, 1 / 6]
+    assert plans["b"].mask_sums(0).tolist() == [3, 3]
 
 
 # A plan on other ranks and devices.
