@@ -92,6 +92,12 @@ class Samples:
             rejected_samples=rejected_samples,
         )
 
+    def copied(self) -> Samples:
+        """A copy with a copy of every tensor."""
+        tensors: Any = {k: x.clone() for k, x in vars(self).items() if isinstance(x, Tensor)}
+        ids = {unit: x.clone() for unit, x in self.ids.items()}
+        return replace(self, ids=ids, **tensors)
+
     def groups(self, unit: Unit) -> Groups:
         """The groups of ``unit`` among the samples, computed once for the table.
 
@@ -370,8 +376,8 @@ def _sample_weights(agg: LossAggregation, samples: Samples) -> Tensor:
 
 def _custom_coefficients(agg: LossAggregation, samples: Samples) -> Tensor:
     assert agg.function is not None
-    # The function may write into its mask sums. The plan keeps those that were read.
-    c_S: Any = agg.function(replace(samples, mask_sum=samples.mask_sum.clone()))
+    # The function may write into its samples, and other terms share this table.
+    c_S: Any = agg.function(samples.copied())
     if not is_plain(c_S) or c_S.shape != samples.mask_sum.shape:
         raise OptionError(
             "the aggregation function must return a real coefficient for each of the "

@@ -16,6 +16,7 @@ from megatron_loss_agg.counting import Samples, coefficients
 from megatron_loss_agg.exchange import Columns, RankTable, joined
 from megatron_loss_agg.plan import broadcast_plans, plan_step
 from tests.core.meaning import aggregation
+from tests.core.operations import Operations
 from tests.distributed import run_ranks
 
 Steps = list[list[Microbatch]]  # by rank
@@ -75,7 +76,7 @@ def held(num_holders: int, *lengths: int, gid: int | None = None) -> Microbatch:
 # By rank. The gids 0 and 7 are also indices, and numbers of microbatches without a gid; the ranks 2
 # and 3 have their microbatches with gids in another order.
 HELD = [
-    [held(4, 1, 2), held(2, 3, gid=0), held(2, 4), held(1, 5)],
+    [held(4, 1, 2), held(2, 3, gid=0), held(1, 5), held(2, 4)],
     [held(4, 1, 2), held(2, 3, gid=0), held(2, 4)],
     [held(4, 1, 2), held(2, 6, gid=7), held(2, 7), held(2, 8, 9, gid=0)],
     [held(4, 1, 2), held(2, 8, 9, gid=0), held(2, 7), held(2, 6, gid=7), held(1)],
@@ -101,7 +102,7 @@ def test_a_plan_has_the_rows_of_its_microbatches_in_the_table_of_all_ranks():
     # Rank 0 sends rows 0 to 3, rank 2 those of three packs, and rank 3 one without samples.
     assert run_ranks(rows_on_ranks, 4) == [
         ([0, 1, 2, 3], [[0, 1], [2], [3], [4]], 8, 9),
-        ([0, 1, 2], [[0, 1], [2], [3]], 8, 9),
+        ([0, 1, 3], [[0, 1], [2], [4]], 8, 9),
         ([0, 4, 5, 6], [[0, 1], [5], [6], [7, 8]], 8, 9),
         ([0, 6, 5, 4, 7], [[0, 1], [7, 8], [6], [5], []], 8, 9),
     ]
@@ -165,8 +166,6 @@ def test_a_sample_takes_16_bytes_with_one_id_and_more_where_some_rank_has_more()
 
 
 def test_ranks_are_decoded_in_the_same_operations_however_many_there_are():
-    from tests.core.operations import Operations
-
     def names(ranks: int) -> list[str]:
         tables = [rank_table(rank, samples=1 + rank % 3) for rank in range(ranks)]
         columns = columns_of(*tables)
@@ -185,6 +184,21 @@ def test_terms_that_share_masks_share_one_table_and_its_groups():
     table = plans["a"].samples
     assert table is plans["b"].samples
     assert table.groups("prompt") is table.groups("prompt")
+
+
+def overwriting(samples: Samples) -> torch.Tensor:
+    for x in (samples.mask_sum, samples.weight, samples.rejected, *samples.ids.values()):
+        x.fill_(7)
+    return torch.ones_like(samples.mask_sum)
+
+
+def test_a_function_that_writes_into_its_samples_changes_no_other_term():
+    custom = LossAggregation(mode="custom", function=overwriting, sample_weights="skip")
+    terms = {"a": custom, "b": aggregation("prompt_mean", sample_weights="count")}
+    microbatch = Microbatch(torch.ones(2, 3), prompt_ids=[1, 2], sample_weights=torch.ones(2))
+    plans = StepPlan.build_terms(terms, [microbatch])
+    assert plans["b"].coefficients(0).tolist() == [1 / 6, 1 / 6]
+    assert plans["b"].mask_sums(0).tolist() == [3, 3]
 
 
 # A plan on other ranks and devices.
@@ -207,13 +221,18 @@ def test_every_rank_that_gets_a_plan_has_its_own_aggregation():
     assert found == [("custom", True, [3.0, 3.0])] * 2
 
 
-def test_a_pickled_plan_has_no_samples_of_other_ranks():
-    microbatch = Microbatch(torch.ones(1000, 1), prompt_ids=torch.arange(1000))
-    plan = StepPlan.build(aggregation("prompt_mean"), [microbatch])
+def bytes_of_plan() -> int:
+    samples = [1000, 100_000][dist.get_rank()]
+    microbatch = Microbatch(torch.ones(samples, 1), prompt_ids=torch.arange(samples))
+    plan = StepPlan.build(aggregation("prompt_mean"), [microbatch], dist.group.WORLD)
     plan.coefficients_on(torch.device("cpu"), torch.float32)
-    assert plan.sums[0].mask == 1000
+    assert plan.sums[0].mask == samples
+    return len(pickle.dumps(plan))
+
+
+def test_a_pickled_plan_has_no_samples_of_other_ranks():
     # Three numbers a sample: the coefficient, the mask sum and the id.
-    assert len(pickle.dumps(plan)) < 1000 * 8 * 3 + 4000
+    assert run_ranks(bytes_of_plan, 2)[0] < 1000 * 8 * 3 + 4000
 
 
 @pytest.mark.parametrize("parts", [1, 2])
