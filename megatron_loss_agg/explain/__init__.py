@@ -1,4 +1,4 @@
-"""``python -m megatron_loss_agg explain``: what each sample of a step weighs.
+"""``python -m megatron_loss_agg explain``: the weight of each sample of a step.
 
 Samples come from lists, from a file, or from the data of a run; they are weighed by every mode, or
 with ``--data`` by stock Megatron; the answer is a text, a JSON object, and a picture.
@@ -70,7 +70,7 @@ def main(argv: Sequence[str], read: Read) -> int:
 
 
 def _explain_step(args: argparse.Namespace) -> _Answer:
-    """What the samples of one step weigh under each mode."""
+    """Weigh the samples of one step under each mode."""
     samples = read_samples(_lines(args))
     modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
     shares, left_out = shares_by_mode(samples, modes, args.divisor, args.empty, args.levels)
@@ -92,7 +92,7 @@ def _explain_step(args: argparse.Namespace) -> _Answer:
 
 
 def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> _Answer:
-    """What stock Megatron weighs the tokens of a run's data by."""
+    """Weigh the tokens of a run's data as stock Megatron does, with its flags and with others."""
     if not run_flags:
         raise OptionError(
             "explain --data must have the run's own flags after --, got none. Add them: at least "

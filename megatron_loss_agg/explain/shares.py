@@ -111,7 +111,7 @@ def _aggregation(
 
 
 def _missing_input(agg: LossAggregation, sample: Sample) -> str | None:
-    """What the mode needs and a sample of the step lacks, in words."""
+    """The input that the mode needs and the samples lack, in words; None if they have it all."""
     if unknown := sorted({*agg.by_id} - {*BY_ID}):
         return f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
     for option, unit in LISTS.items():

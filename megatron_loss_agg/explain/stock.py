@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ from megatron_loss_agg.explain.shares import Shares, shares_by_mode
 from megatron_loss_agg.explain.show import aligned, rows_and_parts, span
 from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises an `OptionError` for a bad value of a run's flag, since their usage is Megatron's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message}. Correct this flag after --.")
 
 
 class BatchFlags(NamedTuple):
@@ -44,7 +51,7 @@ class BatchFlags(NamedTuple):
     @classmethod
     def parse(cls, flags: Sequence[str]) -> BatchFlags:
         """Read them from Megatron's ``flags``; others are ignored."""
-        parser = argparse.ArgumentParser("megatron_loss_agg explain --data", allow_abbrev=False)
+        parser = _Parser(add_help=False, allow_abbrev=False)
         parser.add_argument("--micro-batch-size", type=int, default=0)
         parser.add_argument("--global-batch-size", type=int, default=0)
         parser.add_argument("--context-parallel-size", type=int, default=1)
@@ -82,8 +89,8 @@ class BatchFlags(NamedTuple):
 class Cells:
     """Loss tokens of whole steps, by cells.
 
-    A cell holds the tokens of one sample that are together on a context-parallel rank, whichever of
-    some sizes the run has. So stock Megatron gives them one weight.
+    The tokens of a cell belong to one sample, and lie on one context-parallel rank in each of the
+    runs that are compared. So stock Megatron gives all of them one weight.
     """
 
     tokens_C: Tensor

@@ -16,8 +16,8 @@ from tests.peers.standins import HUGGING_FACE
 # Words are tokens: "<user> a b <end> <assistant> c d e <end>".
 TURNS = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<assistant> {% endif %}"
-# Leaves out answers that others follow, as templates do with thoughts.
-FORGETS = "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + (
+# Drops answers that other turns follow, as templates do with thoughts.
+DROPS_ANSWERS = "{% for m in messages %}{% if m.role == 'user' or loop.last %}" + (
     "<{{ m.role }}> {{ m.content }} <end> {% endif %}{% endfor %}" + PROMPT
 )
 ONE = [("user", "a b"), ("assistant", "c d e")]
@@ -26,7 +26,7 @@ TWO = [*ONE, ("user", "f"), ("assistant", "g"), ("user", "h")]  # and 2 more
 
 
 def tokenizers(folder: Path) -> None:
-    """Folders with a tokenizer: with the template, with one that forgets, and without any."""
+    """Folders with a tokenizer: with the template, with one that drops answers, and without any."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -35,7 +35,11 @@ def tokenizers(folder: Path) -> None:
     words = ["<user>", "<assistant>", "<end>", "[UNK]", *"abcdefgh"]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    for name, template in {"chats": TURNS + PROMPT, "forgets": FORGETS, "plain": None}.items():
+    for name, template in {
+        "chats": TURNS + PROMPT,
+        "drops_answers": DROPS_ANSWERS,
+        "plain": None,
+    }.items():
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
         fast.save_pretrained(folder / name)
 
@@ -47,7 +51,7 @@ def answers(folder: Path, lines: list[str]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+def answers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     folder = tmp_path_factory.mktemp("chats")
 
     def write(name: str, *lines: Any) -> None:
@@ -57,7 +61,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
         return {"messages": [{"role": role, "content": text} for role, text in turns], **others}
 
     write("chats.jsonl", chat(ONE, prompt="p"), chat(TWO, prompt="q"))
-    write("untold.jsonl", {"messages": [{"content": "a"}]})
+    write("no_role.jsonl", {"messages": [{"content": "a"}]})
     write("texts.jsonl", {"text": "a"})
     (found,) = run_ranks(answers, 1, folder, [*COMMANDS.values()], initialized=False)
     return dict(zip(COMMANDS, found, strict=True))
@@ -69,14 +73,14 @@ COMMANDS = {
     "step": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/chats --json",
     "split": f"{DATA} {SIZES} --seq-length 32 --context-parallel-size 2",
     "cut": f"{DATA} {SIZES} --seq-length 6",
-    "forgets": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/forgets",
+    "drops_answers": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/drops_answers",
     "plain": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/plain",
     "nowhere": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/nowhere",
     "texts": "explain --chats FOLDER/texts.jsonl --tokenizer FOLDER/chats",
-    "untold": "explain --chats FOLDER/untold.jsonl --tokenizer FOLDER/chats",
+    "no_role": "explain --chats FOLDER/no_role.jsonl --tokenizer FOLDER/chats",
 }
 REFUSED = {
-    "forgets": (
+    "drops_answers": (
         "DataError: the chat template must write a turn alike whatever follows it, got another "
         "text for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
     ),
@@ -89,41 +93,41 @@ REFUSED = {
         "OptionError: each chat must be an object with a list 'messages', got "
         '{"text": "a"} in FOLDER/texts.jsonl:1. Correct'
     ),
-    "untold": (
+    "no_role": (
         "OptionError: --tokenizer must have a chat template for these messages, got KeyError: "
-        "'role' in FOLDER/untold.jsonl:1. Correct"
+        "'role' in FOLDER/no_role.jsonl:1. Correct"
     ),
 }
 
 
-def test_answers_and_their_ends_carry_loss(said: dict[str, Answer]) -> None:
-    code, printed, complained = said["step"]
-    assert (code, complained) == (0, "")
-    found = json.loads(printed)
-    assert [sample["tokens"] for sample in found["samples"]] == [4, 6]
-    assert [sample["prompt"] for sample in found["samples"]] == ["p", "q"]
-    assert found["modes"]["prompt_mean"]["share"] == [0.5, 0.5]
+def test_answers_and_their_ends_carry_loss(answers_by_name: dict[str, Answer]) -> None:
+    code, out, err = answers_by_name["step"]
+    assert (code, err) == (0, "")
+    numbers = json.loads(out)
+    assert [sample["tokens"] for sample in numbers["samples"]] == [4, 6]
+    assert [sample["prompt"] for sample in numbers["samples"]] == ["p", "q"]
+    assert numbers["modes"]["prompt_mean"]["share"] == [0.5, 0.5]
 
 
-def test_chats_are_padded_and_split_as_rows(said: dict[str, Answer]) -> None:
+def test_chats_are_padded_and_split_as_rows(answers_by_name: dict[str, Answer]) -> None:
     # Zigzag: positions 0 to 7 of 32 and the last ones are the first rank's. It has the 4 tokens of
     # the first chat (4 to 7), and of the second (4 to 7, 12 and 13) 4 of 6. Parts of 4, 0, 4 and 2.
-    printed = said["split"].said
+    printed = answers_by_name["split"].said
     assert "\n                 this run            0.75       25.0 %\n" in printed
     assert "\n--context-parallel-size 1            1.00        0.0 %\n" in printed
     # M = 10: 10 / (4 * 4) in parts of 4 tokens, and 10 / (4 * 2).
     assert printed.startswith("Stock Megatron gives a token 0.62 to 1.25 times its weight")
     # Rows of 6 positions have 2 of each chat.
-    assert "samples: 2; loss tokens: 4\n" in said["cut"].said
+    assert "samples: 2; loss tokens: 4\n" in answers_by_name["cut"].said
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_chats_and_tokenizers_are_named(said: dict[str, Answer], name: str) -> None:
-    code, printed, complained = said[name]
-    assert (code, printed) == (2, "")
+def test_bad_chats_and_tokenizers_are_named(answers_by_name: dict[str, Answer], name: str) -> None:
+    code, out, err = answers_by_name[name]
+    assert (code, out) == (2, "")
     pattern = REFUSED[name].split("FOLDER")
-    assert complained.startswith("megatron_loss_agg: " + pattern[0])
-    assert all(part in complained for part in pattern)
+    assert err.startswith("megatron_loss_agg: " + pattern[0])
+    assert all(part in err for part in pattern)
 
 
 def test_without_transformers_the_other_way_is_named(

@@ -224,10 +224,10 @@ def test_the_checkout_of_a_script_is_examined(
         (tmp_path / name).write_text(source)
     line = f"doctor -- {tmp_path / 'pretrain_gpt.py'} @ token_mean"
 
-    def lines_of_doctor() -> dict[str, str]:
-        (result,) = run_ranks(answer, 1, line, initialized=False)
-        assert result.code == 1
-        return {line[6:24].strip(): line for line in result.said.splitlines()}
+    def doctor_lines() -> dict[str, str]:
+        (found,) = run_ranks(answer, 1, line, initialized=False)
+        assert found.code == 1
+        return {line[6:24].strip(): line for line in found.said.splitlines()}
 
     # Of a checkout whose data set helpers are to be built: all programs, none, all but pybind11.
     python_scripts = {"all": "exit 0", "none": None, "no pybind11": "exit 1"}
@@ -240,14 +240,14 @@ def test_the_checkout_of_a_script_is_examined(
             (programs / program).write_text(f"#!/bin/sh\n{python}\n")
             (programs / program).chmod(0o755)
         monkeypatch.setenv("PATH", str(programs))
-        lines = lines_of_doctor()
+        lines = doctor_lines()
         helpers[name] = lines.get("data set helpers", "")
     assert helpers["all"] == ""
     assert "without make, g++, python3, python3-config, pybind11. Install" in helpers["none"]
     assert "end there without pybind11. Install" in helpers["no pybind11"]
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     (tmp_path / f"megatron/core/datasets/helpers_cpp{suffix}").touch()
-    assert "data set helpers" not in lines_of_doctor()
+    assert "data set helpers" not in doctor_lines()
 
     said = f"0.12.3 in {tmp_path} scales losses in another way than 0.13 and later. Install 0.14"
     assert said in lines["megatron-core"]

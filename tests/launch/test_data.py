@@ -94,7 +94,7 @@ def test_rows_are_those_of_megatrons_gpt_dataset_in_its_order(tmp_path: Path) ->
 
 
 def stock_loss(masks: list[list[float]]) -> list[list[float]]:
-    """Of each token of two microbatches, its weight in Megatron's own step of one process."""
+    """The weight of each token of two microbatches in Megatron's own step of one process."""
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
     config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
@@ -122,8 +122,8 @@ def test_stock_weights_are_those_of_megatrons_own_schedule() -> None:
     cells = Cells.read([Microbatch(torch.tensor([mask])) for mask in masks], 2, cp_sizes={1})
     run = StockRun.weigh("", BatchFlags(micro_batch_size=1, global_batch_size=2), cells)
     multiples = run.weight_C.tolist()  # a row is a cell
-    for own, mask, multiple in zip(weights, masks, multiples, strict=True):
-        assert own == pytest.approx([m * multiple / 3.5 for m in mask])  # times token_mean's
+    for gradient, mask, multiple in zip(weights, masks, multiples, strict=True):
+        assert gradient == pytest.approx([m * multiple / 3.5 for m in mask])  # times token_mean's
 
 
 # Conversations of (system, user, assistant, ...): as many tokens as characters.
@@ -211,7 +211,7 @@ UNREADABLE = "OptionError: Megatron cannot read the data "
 OF_SCRIPT = (
     "OptionError: explain --data needs --seq-length and either --data-path or --mock-data after --"
 )
-SAID = {
+MESSAGES = {
     "--mock-data": "",
     "--data-path FOLDER/x --split 0,1,1": "OptionError: --split must leave ... got 0,1,1. Change",
     "--data-path nowhere": f"{UNREADABLE}(AssertionError: One or both of the .idx and .bi",
@@ -231,12 +231,12 @@ def test_missing_and_broken_data_is_named(tmp_path: Path) -> None:
     for name in ("x", "short"):
         run_host_ranks(write_documents, 1, tmp_path / name)
     (tmp_path / "short.bin").write_bytes(b"x")
-    lines = [f"explain --data -- {DATA_FLAGS} {flags}" for flags in SAID]
-    found = answers([line.replace("FOLDER", str(tmp_path)) for line in lines])
-    for (code, said, complained), says in zip(found, SAID.values(), strict=True):
-        if says:
-            assert (code, said) == (2, "")
-            assert_says(complained.removeprefix("megatron_loss_agg: "), says)
+    lines = [f"explain --data -- {DATA_FLAGS} {flags}" for flags in MESSAGES]
+    results = answers([line.replace("FOLDER", str(tmp_path)) for line in lines])
+    for (code, out, err), message in zip(results, MESSAGES.values(), strict=True):
+        if message:
+            assert (code, out) == (2, "")
+            assert_says(err.removeprefix("megatron_loss_agg: "), message)
         else:
-            assert (code, complained) == (0, "")
-            assert said.startswith("Stock Megatron gives a token ")
+            assert (code, err) == (0, "")
+            assert out.startswith("Stock Megatron gives a token ")
