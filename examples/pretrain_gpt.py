@@ -124,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pad-samples-to",
         type=int,
-        help="Each sample takes a multiple of so many tokens. With --seq-length, a pack is one "
+        help="Each sample takes a multiple of this number of tokens. With --seq-length, a pack is one "
         "padded sample. Default: what context parallelism needs.",
     )
     return parser

@@ -29,7 +29,7 @@ END = 257
 VOCAB_SIZE = 258
 
 VALIDATION_SHARE = 10
-"""One module of so many is held out for validation."""
+"""One module of this number is held out for validation."""
 
 CLASSES = {"short": (1, 64), "medium": (64, 256), "long": (256, 1 << 30)}
 """By name, the loss tokens of an answer: at least the first number, less than the second."""
@@ -59,7 +59,7 @@ class Pair:
 
 
 def class_of(tokens: int) -> str:
-    """The class of an answer of so many tokens."""
+    """The class of an answer of this number of tokens."""
     return next(name for name, (least, stop) in CLASSES.items() if least <= tokens < stop)
 
 

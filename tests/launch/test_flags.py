@@ -238,8 +238,8 @@ def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_los
     assert isinstance(extension, MTPAggregation)
     assert arguments["settings"] == {"mtp": "token_mean"}
     expected = LossAggregation(mode="token_mean", empty="skip", rejected="skip")
-    assert extension._aggregation == expected
-    assert extension._aggregation.label == expected.label
+    assert extension.aggregation == expected
+    assert extension.aggregation.label == expected.label
     with pytest.raises(
         OptionError, match=r"^--loss-aggregation-mtp must be one of megatron, same, tok"
     ):
