@@ -18,9 +18,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from stdlib_pairs import CLASSES, PackedPairs, class_of
 
-from megatron_loss_agg.explain.colors import COLORS, save_without_background
 from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.explain.shares import explain
+from megatron_loss_agg.explain.shares import shares_by_mode
 
 TITLES = {
     "short": "short answers: under 64 tokens",
@@ -52,12 +51,12 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
     """A panel for each class: the loss of every run less that of the reference."""
     figure = Figure(figsize=(10.0, 3.4), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(CLASSES), sharey=True)
-    base, colors = losses(reference), {name: COLORS[mode] for mode, name in SHARES.items()}
+    base = losses(reference)
     for run in runs:
-        of_run = losses(run)
+        run_losses = losses(run)
         for axes, name in zip(panels, CLASSES, strict=True):
-            values = [of_run[step][name] - base[step][name] for step in of_run]
-            axes.plot(list(of_run), values, label=run.name, color=colors.get(run.name))
+            values = [run_losses[step][name] - base[step][name] for step in run_losses]
+            axes.plot(list(run_losses), values, label=run.name)
     for axes, title in zip(panels, TITLES.values(), strict=True):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("optimizer step")
@@ -65,7 +64,7 @@ def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"validation loss less that of {reference.name}\n(nats per token)")
     panels[-1].legend(frameon=False)
-    save_without_background(figure, str(output))
+    figure.savefig(output)
 
 
 def shares(steps: int) -> str:
@@ -78,8 +77,8 @@ def shares(steps: int) -> str:
             for pack in range(step * PACKS, (step + 1) * PACKS)
             for pair in data.pairs(pack)
         ]
-        for mode, of_mode in explain(samples, SHARES, None, "count")[0].items():
-            for sample, fraction in zip(samples, of_mode.fractions.tolist(), strict=True):
+        for mode, step_shares in shares_by_mode(samples, SHARES)[0].items():
+            for sample, fraction in zip(samples, step_shares.fractions.tolist(), strict=True):
                 sums[mode][class_of(int(sample.tokens))] += fraction / steps
     rows = [["share of the gradient", *CLASSES], ["---"] * (len(CLASSES) + 1)]
     for mode, name in SHARES.items():

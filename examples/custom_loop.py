@@ -153,7 +153,7 @@ def update(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> No
 
 
 def report(step: int, reports: list[Batch], error: float) -> None:
-    loss = sum(of_microbatch["prompt_mean loss"] for of_microbatch in reports)
+    loss = sum(report["prompt_mean loss"] for report in reports)
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")

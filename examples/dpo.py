@@ -59,9 +59,9 @@ def log_probs_of(logits: Tensor, batch: Batch) -> Tensor:
     return logits.log_softmax(-1).gather(-1, following).squeeze(-1)
 
 
-def pair_losses(of_answers: Tensor, batch: Batch) -> Tensor:
+def pair_losses(answer_sums: Tensor, batch: Batch) -> Tensor:
     """[pairs], from the log-probabilities of whole answers, [2 * pairs]."""
-    chosen, rejected = (of_answers.view(-1, 2) - batch["reference"]).unbind(dim=1)
+    chosen, rejected = (answer_sums.view(-1, 2) - batch["reference"]).unbind(dim=1)
     return -logsigmoid(BETA * (chosen - rejected))
 
 

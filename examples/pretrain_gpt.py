@@ -4,7 +4,7 @@ An ordinary script on `megatron.training`: it knows nothing of loss aggregation.
 
     torchrun ... -m megatron_loss_agg [--cpu] examples/pretrain_gpt.py ... --loss-aggregation MODE
 
-its loss is aggregated as MODE says; started by torchrun alone it trains as stock Megatron does.
+its loss is aggregated by MODE; started by torchrun alone it trains as stock Megatron does.
 `examples/quickstart.sh` holds a full set of flags.
 """
 

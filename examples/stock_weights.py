@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from stdlib_pairs import PackedPairs
 
-from megatron_loss_agg.explain.colors import COLORS, INK, save_without_background
 from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.explain.shares import explain
+from megatron_loss_agg.explain.shares import shares_by_mode
 
 MICROBATCHES, SEQ_LENGTH, PAD_TO = 4, 1280, 4
 MARKS = {
-    "microbatch_mean": {"marker": "o", "label": "stock Megatron"},
-    "sample_mean": {"marker": "D", "label": "sample_mean", "fillstyle": "none"},
-    "token_mean": {"marker": "_", "label": "token_mean", "markersize": 16},
+    "microbatch_mean": {"marker": "o", "color": "C1", "label": "stock Megatron"},
+    "sample_mean": {"marker": "D", "color": "C0", "label": "sample_mean", "fillstyle": "none"},
+    "token_mean": {"marker": "_", "color": "grey", "label": "token_mean", "markersize": 16},
 }
 
 
@@ -38,22 +37,22 @@ def step() -> list[Sample]:
 
 def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
     """Write the picture; return the weights of a token of each sample, by mode."""
-    shown, _ = explain(samples, MARKS, None, "count")
-    weights = {m: shown[m].relative_to_token_mean.tolist() for m in MARKS}
+    shares, _ = shares_by_mode(samples, MARKS)
+    weights = {mode: shares[mode].relative_to_token_mean.tolist() for mode in MARKS}
     # A gap between microbatches.
     places = [place + sample.microbatch for place, sample in enumerate(samples)]
     figure = Figure(figsize=(8.0, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots()
     for mode, mark in MARKS.items():
-        style = {"linestyle": "none", "markersize": 8, "color": COLORS[mode], **mark}
+        style = {"linestyle": "none", "markersize": 8, **mark}
         axes.plot(places, weights[mode], **style)
     for number in range(MICROBATCHES):
-        of_microbatch = [
+        microbatch_samples = [
             (p, s) for p, s in zip(places, samples, strict=True) if s.microbatch == number
         ]
-        first, last = of_microbatch[0][0], of_microbatch[-1][0]
-        axes.axvspan(first - 0.6, last + 0.6, color=INK, alpha=0.12, linewidth=0, zorder=0)
-        title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in of_microbatch):g} tokens"
+        first, last = microbatch_samples[0][0], microbatch_samples[-1][0]
+        axes.axvspan(first - 0.6, last + 0.6, color="grey", alpha=0.12, linewidth=0, zorder=0)
+        title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in microbatch_samples):g} tokens"
         axes.text((first + last) / 2, 5.65, title, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(places, [f"{sample.tokens:g}" for sample in samples])
     axes.set_xlabel("the samples of one optimizer step, by their loss tokens")
@@ -63,7 +62,7 @@ def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", frameon=False)
-    save_without_background(figure, output)
+    figure.savefig(output)
     return weights
 
 

@@ -13,7 +13,7 @@ from megatron_loss_agg.errors import AggregationError, OptionError
 from megatron_loss_agg.microbatch import Microbatch
 
 if TYPE_CHECKING:
-    from megatron_loss_agg.launch.effect import Effect
+    from megatron_loss_agg.launch.effect import FlagUse
 
 COMMANDS = """\
 other commands:
@@ -50,15 +50,15 @@ def main(argv: list[str] | None = None) -> int:
         if not command or command[0] in ("-h", "--help"):
             print(_help(), end="")
             return 0 if command else 2
-        effect = _install(command, cpu)
+        use = _install(command, cpu)
     except AggregationError as error:
         from megatron_loss_agg.launch.effect import refuse
 
         return refuse(error)
-    return _run_script(command[0], effect)  # an error in training keeps its traceback
+    return _run_script(command[0], use)  # an error in training keeps its traceback
 
 
-def _install(command: list[str], cpu: bool) -> Effect:
+def _install(command: list[str], cpu: bool) -> FlagUse:
     """Install the plugin for a script and its flags; with ``cpu``, Megatron runs without a GPU.
 
     Raises:
@@ -74,11 +74,11 @@ def _install(command: list[str], cpu: bool) -> Effect:
     sys.path[0] = str(Path(script).resolve().parent)  # as `python SCRIPT` does
 
     from megatron_loss_agg.launch import flags
-    from megatron_loss_agg.launch.effect import Effect
+    from megatron_loss_agg.launch.effect import FlagUse
     from megatron_loss_agg.launch.install import install
 
     flags.check_place_of_cpu(Path(script), script_args)
-    effect = Effect(script_args)
+    use = FlagUse(script_args)
     prepare_parser = flags.add_arguments
     if cpu:
         from megatron_loss_agg.mcore import cpu as megatron_on_cpu
@@ -88,11 +88,11 @@ def _install(command: list[str], cpu: bool) -> Effect:
         def prepare_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             return flags.add_arguments(megatron_on_cpu.set_default_flags(parser))
 
-    install(prepare_parser, watch_exit=False, launcher=effect)
-    return effect
+    install(prepare_parser, watch_exit=False, launcher=use)
+    return use
 
 
-def _run_script(script: str, effect: Effect) -> int:
+def _run_script(script: str, use: FlagUse) -> int:
     """Run ``script`` as ``python SCRIPT`` would; return 0 if it succeeded and used our flags."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -103,7 +103,7 @@ def _run_script(script: str, effect: Effect) -> int:
     except SystemExit as end:
         if end.code:
             raise
-    error = effect.error_at_exit()
+    error = use.error_at_exit()
     return 0 if error is None else refuse(error)
 
 

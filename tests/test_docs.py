@@ -227,9 +227,9 @@ def _parse_run(words: list[str]) -> None:
 
 def _parse_ours(words: list[str]) -> list[str]:
     """Check our flags among ``words``; return the others."""
-    from megatron_loss_agg.launch.flags import aggregation_from, taken_from
+    from megatron_loss_agg.launch.flags import aggregation_from, parse_flags
 
-    ours, others = taken_from(words)
+    ours, others = parse_flags(words)
     if ours.get("loss_aggregation") != "MODE":
         aggregation_from(argparse.Namespace(**ours))
     return others

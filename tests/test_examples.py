@@ -42,18 +42,18 @@ def forked(folder: Path, ranks: int, script: str, *flags: str, **starter: Any) -
 def flags_of(name: str) -> list[str]:
     """The array of flags in a shell script of the examples."""
     script = (ROOT / "examples" / name).read_text()
-    found = re.search(r"^flags=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
-    assert found
-    return shlex.split(found.group(1), comments=True)
+    match = re.search(r"^flags=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
+    assert match
+    return shlex.split(match.group(1), comments=True)
 
 
 def losses(said: str) -> dict[str, list[float]]:
     """The loss of every step, by the name that its progress line gives."""
     lines = re.findall(r"iteration +\d+/ .*", said)
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for name, value in re.findall(r"\| (\w+ loss): (\S+)", "\n".join(lines)):
-        found.setdefault(name, []).append(float(value))
-    return found
+        values.setdefault(name, []).append(float(value))
+    return values
 
 
 def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) -> None:
@@ -128,10 +128,10 @@ import proof
 proof.SHAPE["num_layers"] = proof.MICROBATCHES = 1
 exact = proof.host_gradients
 def spoiled(data, weights, mode, per_token_flag):
-    found = exact(data, weights, mode, per_token_flag)
+    gradients = exact(data, weights, mode, per_token_flag)
     if mode == "token_mean" and per_token_flag:
-        found[list(found)[-1]] *= float("nan")
-    return found
+        gradients[list(gradients)[-1]] *= float("nan")
+    return gradients
 proof.host_gradients = spoiled
 sys.exit(proof.main())
 """
@@ -198,10 +198,10 @@ def test_a_sample_is_a_documented_function_and_only_its_body_and_end_have_loss(
         assert int(item["max_seqlen"]) == int(padding.max())
         for pair, start, prompt_id in zip(pairs, starts, item["prompt_ids"].tolist(), strict=False):
             names = ("tokens", "labels", "position_ids", "loss_mask")
-            found = [item[name][start : start + pair.length].tolist() for name in names]
+            fields = [item[name][start : start + pair.length].tolist() for name in names]
             text = [*pair.prompt, stdlib_pairs.SEPARATOR, *pair.response, stdlib_pairs.END]
             mask = [0.0] * len(pair.prompt) + [1.0] * (len(pair.response) + 1)
-            assert found == [text[:-1], text[1:], [*range(pair.length)], mask]
+            assert fields == [text[:-1], text[1:], [*range(pair.length)], mask]
             assert id_of.setdefault(pair.module, prompt_id) == prompt_id
     assert len({*id_of.values()}) == len(id_of) < 12  # groups go on in the next pack
     train, valid = ({*stdlib_pairs.modules(split)} for split in ("train", "valid"))
@@ -226,7 +226,7 @@ def test_a_reward_is_given_for_the_sum_after_the_last_equals_sign_and_nothing_el
     unfinished = [[], task.encode("=12"), [*task.encode("=12"), task.PAD, task.END]]
     for wrong in (*unfinished, [*answer("=12"), task.END], *map(answer, NO_ANSWERS)):
         assert task.reward("5+7", wrong) == 0, wrong
-    # Group 1: mean 1/4, variance (9 + 3 * 1) / 16 / 3 = 1/4. Group 2: all alike.
+    # Group 1: mean 1/4, variance (9 + 3 * 1) / 16 / 3 = 1/4. Group 2: all the same.
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
     expected = torch.tensor([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
     torch.testing.assert_close(task.group_advantages(rewards, 4), expected)
@@ -249,7 +249,7 @@ def rows(number: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor,
 
 def test_packs_hold_every_row_once_within_the_budget() -> None:
     fields, lengths, prompt_ids = rows(40, seed=0)
-    found = []
+    unpacked_rows = []
     for pack in packing.microbatches(
         fields, lengths, prompt_ids, multiple=4, budget=64, group=None
     ):
@@ -261,12 +261,12 @@ def test_packs_hold_every_row_once_within_the_budget() -> None:
         for prompt, *row, labels, positions in zip(pack["prompt_ids"], *unpacked, strict=True):
             assert torch.equal(labels[:-1], row[0][1:])
             assert torch.equal(positions, torch.arange(len(labels)))
-            found.append((int(prompt), *(x.tolist() for x in row)))
+            unpacked_rows.append((int(prompt), *(x.tolist() for x in row)))
     expected = [
         (prompt, *(field[i, : lengths[i]].tolist() for field in fields.values()))
         for i, prompt in enumerate(prompt_ids.tolist())
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(unpacked_rows) == sorted(expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -351,7 +351,7 @@ def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: 
     from examples.grpo import plot
 
     metrics = _metrics(trained.output)
-    rewards = [of_step["reward"] for of_step in metrics]
+    rewards = [step["reward"] for step in metrics]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
     events = EventAccumulator(str(trained.output / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {*metrics[0]} - {"step"}

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.skipif(
 
 # A typed query, and the page that must be among the first three found.
 SEARCHES = {
-    "--loss-aggregation-moe": "losses",
+    "--loss-aggregation-extension": "flags",
+    "RouterLosses": "losses",
     "--loss-aggregation-divisor": "flags",
     "--mtp-num-layers": "losses",
     "MEGATRON_LOSS_AGG_FLAGS": "flags",

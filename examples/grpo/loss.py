@@ -10,15 +10,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from examples.grpo import task
+from examples.grpo.logprobs import (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+)
 from examples.grpo.options import Options
 from examples.grpo.packing import Pack
 from examples.grpo.policy import clipped_policy_loss, kl_k2, log_ratio_of
 from megatron_loss_agg import CPLayout, LossAggregation, Term
 from megatron_loss_agg.mcore import LossHook, TokenLoss
-from megatron_loss_agg.mcore.logprobs import (
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-)
 from megatron_loss_agg.report import Max, Mean
 
 Report = dict[str, Mean | Max]

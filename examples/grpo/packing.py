@@ -78,7 +78,7 @@ def padding_like(other: Pack, multiple: int) -> Pack:
     """A microbatch without a sample, for a rank that has fewer than its peers.
 
     The model runs on it, since its peers wait for it in collectives: on one row of ``multiple``
-    tokens with mask 0. ``cu_seqlens`` [0] tells the hook that none of them is a sample, so that no
+    tokens with mask 0. With ``cu_seqlens`` [0] none of them is a sample, so that no
     denominator counts it.
     """
     tokens = {

@@ -15,7 +15,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from examples.grpo.metrics import read
-from megatron_loss_agg.explain.colors import COLORS, save_without_background
 
 PANELS = {"reward": "mean reward (1: the right sum)", "length": "mean answer length (tokens)"}
 WINDOW = 8  # steps; a single one is 16 prompts, some harder than others
@@ -36,8 +35,7 @@ def plot(output: Path, runs: Sequence[Path]) -> None:
         steps = [int(m["step"]) for m in metrics]
         for axis, name in zip(axes, PANELS, strict=True):
             values = [m[name] for m in metrics]
-            color = COLORS.get(run.name)
-            (line,) = axis.plot(steps, smooth(values), label=run.name, color=color)
+            (line,) = axis.plot(steps, smooth(values), label=run.name)
             if len(runs) == 1:
                 axis.plot(steps, values, color=line.get_color(), alpha=0.3)
     for axis, title in zip(axes, PANELS.values(), strict=True):
@@ -48,7 +46,7 @@ def plot(output: Path, runs: Sequence[Path]) -> None:
     if len(runs) > 1:
         axes[0].legend(frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)
-    save_without_background(figure, str(output))
+    figure.savefig(output)
     pyplot.close(figure)
 
 

@@ -116,7 +116,7 @@ def sample(model: Any, prompts: Tensor, gumbel: Tensor) -> tuple[Tensor, Tensor,
     log_probs = gumbel.new_zeros(rows, width)
     for position in range(prompt, prompt + longest):
         running = lengths > position
-        if not running.any():  # alike on all ranks that compute this together
+        if not running.any():  # the same on all ranks that compute this together
             break
         logits = whole_logits(model, tokens[:, : width_of(position)])[:, position - 1]
         scores = logits.log_softmax(-1)

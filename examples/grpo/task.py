@@ -1,6 +1,6 @@
 """The task: sums of small numbers, answered in free form and checked exactly.
 
-A prompt is ``7+5``. An answer is any string that ends with the end token; what it says follows its
+A prompt is ``7+5``. An answer is any string that ends with the end token; its value follows its
 last ``=``, and whatever stands before that is the model's own affair. So ``=12`` is right, and so
 is ``4+1=12``, only longer.
 """
@@ -37,7 +37,7 @@ def prompts(number: int, largest: int, seed: int) -> list[str]:
 
 
 def reward(prompt: str, answer: list[int]) -> float:
-    """1 if ``answer`` ends and says the sum in plain decimal after its last ``=``, otherwise 0.
+    """1 if ``answer`` ends and has the sum in plain decimal after its last ``=``, otherwise 0.
 
     Args:
         prompt: text of the prompt.
@@ -51,7 +51,7 @@ def reward(prompt: str, answer: list[int]) -> float:
 
 
 def group_advantages(rewards: Tensor, answers: int) -> Tensor:
-    """``(reward - mean) / std`` over the answers to a prompt; 0 where they are all alike.
+    """``(reward - mean) / std`` over the answers to a prompt; 0 where all are the same.
 
     From DeepSeekMath (arXiv 2402.03300), section 4.1.
 

@@ -1,106 +1,267 @@
-"""``python -m megatron_loss_agg explain``: the weight of each sample under each mode."""
+"""``python -m megatron_loss_agg explain``: what each sample of a step weighs.
+
+Samples come from lists, from a file, or from the data of a run; they are weighed by every mode, or
+with ``--data`` by stock Megatron; the answer is a text, a JSON object, and a picture.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain import stock
-from megatron_loss_agg.explain.chats import add_chats, lines_of_chats
-from megatron_loss_agg.explain.samples import LISTS, Sample, from_jsonl, from_lists, from_rows
-from megatron_loss_agg.explain.shares import ALL_MODES, explain
-from megatron_loss_agg.explain.show import as_json, as_text, draw, shares_by_sample, write_csv
+from megatron_loss_agg.explain.chats import lines_of_chats
+from megatron_loss_agg.explain.samples import (
+    LISTS,
+    Line,
+    lines_of_file,
+    lines_of_lists,
+    read_rows,
+    read_samples,
+)
+from megatron_loss_agg.explain.shares import ALL_MODES, Shares, shares_by_mode
+from megatron_loss_agg.explain.show import draw, tables
+from megatron_loss_agg.explain.stock import (
+    BatchFlags,
+    Cells,
+    StockRun,
+    comparison,
+    numbers_by_sample,
+    shares_of_first_step,
+)
+from megatron_loss_agg.microbatch import Microbatch
 
 __all__ = ["main"]
 
+Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
+"""(Megatron's flags, number) -> the first rows or packs of the run's training data."""
 
-def main(argv: Sequence[str], read: stock.Read) -> int:
-    """Print the table, save the plot, and return the exit code; ``read`` is for ``--data``.
+
+class _Answer(NamedTuple):
+    text: str
+    numbers: dict[str, Any]
+    curves: Mapping[str, Shares]
+
+
+def main(argv: Sequence[str], read: Read) -> int:
+    """Print the answer, save the picture, and return the exit code.
+
+    Args:
+        read: the training data of a run, for ``--data``.
 
     Raises:
         AggregationError: bad input.
     """
-    if argv[:1] == ["--data"]:
-        return stock.main(argv[1:], read)
-    args = _parser().parse_args(argv)
-    samples = _samples(args)
-    modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
-    shown, left_out = explain(samples, modes, args.divisor, args.empty, args.levels)
+    args, run_flags = _parse(argv)
+    with contextlib.redirect_stdout(sys.stderr):  # what Megatron and tokenizers print
+        is_step = args.data is None
+        answer = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
     if args.plot is not None:
-        draw(args.plot, samples, shown)
+        draw(args.plot, answer.curves)
         print(f"drawn: {args.plot}", file=sys.stderr)
-    if args.csv is not None:
-        write_csv(args.csv, shares_by_sample(samples, shown))
-        print(f"written: {args.csv}", file=sys.stderr)
-    to_text = as_json if args.json else as_text
-    try:
-        print(to_text(samples, shown, left_out), flush=True)
-    except BrokenPipeError:  # closed by the reader, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(answer.numbers) if args.json else answer.text)
     return 0
 
 
-def _samples(args: argparse.Namespace) -> list[Sample]:
-    """Those of the lists or of the file.
+def _explain_step(args: argparse.Namespace) -> _Answer:
+    """What the samples of one step weigh under each mode."""
+    samples = read_samples(_lines(args))
+    modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
+    shares, left_out = shares_by_mode(samples, modes, args.divisor, args.empty, args.levels)
+    numbers = {
+        "samples": [vars(sample) for sample in samples],
+        "modes": {
+            name: {
+                "share": s.fractions.tolist(),
+                "weight_per_token": s.per_token.tolist(),
+                "relative_to_token_mean": s.relative_to_token_mean.tolist(),
+                "sum_of_weights": s.total,
+                "formula": s.formula,
+            }
+            for name, s in shares.items()
+        },
+        "left_out": left_out,
+    }
+    return _Answer(tables(samples, shares, left_out), numbers, shares)
+
+
+def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> _Answer:
+    """What stock Megatron weighs the tokens of a run's data by."""
+    if not run_flags:
+        raise OptionError(
+            "explain --data must have the run's own flags after --, got none. Add them: at least "
+            "-- --micro-batch-size N --global-batch-size N."
+        )
+    flags = BatchFlags.parse(run_flags)
+    against = args.against or _other_flags(flags)
+    other_flags = BatchFlags.parse([*run_flags, *shlex.split(against)])
+    rows_per_step = flags.global_batch_size
+    if other_flags.global_batch_size != rows_per_step:
+        raise OptionError(
+            f"--against must keep the step of {rows_per_step} rows, got "
+            f"--global-batch-size {other_flags.global_batch_size}. Drop that flag from --against."
+        )
+    num_rows = max(1024, rows_per_step) if args.samples is None else args.samples
+    if num_rows < rows_per_step:
+        raise OptionError(
+            f"--samples must be at least --global-batch-size, got {num_rows} and "
+            f"{rows_per_step}. Raise --samples, or drop it."
+        )
+    if args.chats and flags.seq_length < 1:
+        raise OptionError(
+            f"--chats needs the length of a row, got --seq-length {flags.seq_length}. Add "
+            "--seq-length after --."
+        )
+    cp_sizes = {flags.context_parallel_size, other_flags.context_parallel_size}
+    if args.data or args.chats:
+        lines = islice(_lines(args, flags.seq_length), num_rows)
+        rows = read_rows(lines, is_split=max(cp_sizes) > 1)
+    else:
+        rows = read(run_flags, num_rows)
+    cells = Cells.read(rows, rows_per_step, cp_sizes)
+    runs = [
+        StockRun.weigh("this run", flags, cells),
+        StockRun.weigh(against, other_flags, cells),
+    ]
+    text = comparison(cells, *runs)
+    return _Answer(text, numbers_by_sample(cells, runs), shares_of_first_step(cells, runs))
+
+
+def _other_flags(flags: BatchFlags) -> str:
+    """The flags of the run to compare with, if the user names none."""
+    if flags.context_parallel_size > 1:
+        return "--context-parallel-size 1"
+    size = 2 * flags.micro_batch_size
+    return f"--micro-batch-size {1 if flags.global_batch_size % size else size}"
+
+
+def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:
+    """The lines of the source that was named; ``seq_length`` makes rows of chats."""
+    if args.lengths is not None:
+        lists = {name: getattr(args, name) for name in LISTS}
+        return iter(lines_of_lists(args.lengths, {k: x for k, x in lists.items() if x is not None}))
+    if args.chats is not None:
+        return lines_of_chats(args.chats, args.tokenizer, seq_length)
+    if args.jsonl is not None:
+        return lines_of_file("--jsonl", args.jsonl)
+    return lines_of_file("--data", args.data)
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the run's flags behind ``--``.
 
     Raises:
-        AggregationError: they cannot be read, or lists stand beside a file.
+        OptionError: unknown options, no source of samples or several, or options without effect.
     """
-    lists = {name: getattr(args, name) for name in LISTS}
-    if args.lengths is not None:
-        return from_lists(args.lengths, **lists)
-    flag, path = ("--jsonl", args.jsonl) if args.jsonl is not None else ("--chats", args.chats)
-    for name, values in lists.items():
-        if values is not None:
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, unknown = _parser().parse_known_args(argv[:end])
+    if unknown:
+        raise OptionError(
+            f"the options of explain must be those of explain --help, got {unknown[0]}. Correct "
+            "it, or put -- in front of a run's own script and flags."
+        )
+    sources = [name for name in ("lengths", "jsonl", "chats", "data") if getattr(args, name)]
+    if len(sources) != 1 and (sources or args.data is None):
+        raise OptionError(
+            "explain must have one source of samples, got "
+            f"{' and '.join(f'--{name}' for name in sources) or 'none'}. Give one of --lengths, "
+            "--jsonl, --chats and --data."
+        )
+    if (args.chats is None) != (args.tokenizer is None):
+        missing = "--tokenizer" if args.tokenizer is None else "--chats"
+        raise OptionError(f"--chats and --tokenizer must stand together, got no {missing}. Add it.")
+    is_run = args.data is not None
+    has_effect = {
+        **dict.fromkeys(LISTS, args.lengths is not None),
+        **dict.fromkeys(("divisor", "levels", "empty", "modes"), not is_run),
+        **dict.fromkeys(("samples", "against"), is_run),
+    }
+    for name in has_effect:
+        if getattr(args, name) is not None and not has_effect[name]:
+            source = "data" if is_run else sources[0]
             raise OptionError(
-                f"{flag} takes no --{name}, got both. Put the values on the file's lines."
+                f"--{name} must stand beside another source than --{source}, got both. Remove one "
+                "of them."
             )
-    if flag == "--jsonl":
-        return from_jsonl(path)
-    return from_rows(flag, path, lines_of_chats(path, args.tokenizer))
+    return args, list(argv[end + 1 :])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg explain",
+        usage="%(prog)s (--lengths N,N,... | --jsonl FILE | --chats FILE | --data [FILE]) [options] "
+        "[-- SCRIPT FLAG ...]",
         description="Show each sample's share of the gradient, and the weight of its tokens, under "
-        "each mode of loss aggregation. Of the data of a run: explain --data --help",
+        "each mode of loss aggregation; or with --data stock Megatron's weights of the tokens of a "
+        "run's own data.",
         allow_abbrev=False,
     )
-    step = parser.add_mutually_exclusive_group(required=True)
-    step.add_argument("--lengths", metavar="N,N,...", help="loss tokens of each sample of a step")
-    step.add_argument(
+    sources = parser.add_argument_group("where samples come from")
+    sources.add_argument(
+        "--lengths", metavar="N,N,...", help="loss tokens of each sample of a step"
+    )
+    for name, unit in LISTS.items():
+        sources.add_argument(
+            f"--{name}",
+            metavar="X,X,...",
+            help=f"beside --lengths: {unit} of each sample; equal ones are one, on any rank",
+        )
+    sources.add_argument(
         "--jsonl",
         metavar="FILE",
         help='the samples as lines {"length": n or "loss_mask": [...], "prompt": any, '
         '"rollout": any, "dataset": any, "microbatch": any, "rank": any}; '
         "all but the first are optional",
     )
-    add_chats(step, parser)
-    for name, unit in LISTS.items():
-        parser.add_argument(
-            f"--{name}",
-            metavar="X,X,...",
-            help=f"{unit} of each sample; equal ones are one, on any rank",
-        )
-    parser.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
-    parser.add_argument(
+    sources.add_argument(
+        "--chats",
+        metavar="FILE",
+        help='chats as lines {"messages": [{"role": ..., "content": ...}, ...]}; the turns of the '
+        "assistant carry loss",
+    )
+    sources.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="beside --chats: a folder or name of a tokenizer with a chat template, for "
+        "transformers to load",
+    )
+    sources.add_argument(
+        "--data",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="the rows of a run with the flags after --: read by Megatron from these flags; or "
+        "lines of FILE, each a length or an object as in --jsonl; or of --chats",
+    )
+    modes = parser.add_argument_group("modes, without --data")
+    modes.add_argument(
+        "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
+    )
+    modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
+    modes.add_argument(
         "--levels",
         metavar="UNIT,UNIT,...",
         help="the path of 'nested_mean', from outside to inside, such as prompt,sample",
     )
-    parser.add_argument(
+    modes.add_argument(
         "--empty",
         choices=("count", "skip"),
         help="whether groups without tokens count (default: count, or as the preset has it)",
     )
-    parser.add_argument(
-        "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
+    stock = parser.add_argument_group("stock Megatron, with --data")
+    stock.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")
+    stock.add_argument(
+        "--against",
+        metavar="FLAGS",
+        help="flags of the run to compare with (default: --context-parallel-size 1, or without "
+        "context parallelism twice the --micro-batch-size)",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object, not a table")
-    parser.add_argument("--plot", metavar="FILE", help="draw both tables (png, svg, pdf)")
-    parser.add_argument("--csv", metavar="FILE", help="write a line for each mode and sample")
+    parser.add_argument("--json", action="store_true", help="print a JSON object, not a text")
+    parser.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     return parser

@@ -1,15 +1,15 @@
-"""Reads samples: of one step from lists or a JSONL file, or the rows of a run from a file."""
+"""Reads the samples of a step, and the rows of a run, from lists and from files.
+
+Every source is first a series of lines: the place of each, which errors name, and its JSON value.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,14 +18,13 @@ from megatron_loss_agg.errors import AggregationError, DataError, OptionError
 from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 
+Line = tuple[str, Any]
+"""A place, such as ``step.jsonl:3``, and the value there."""
 COLUMNS = (*BY_ID, "microbatch", "rank")
 LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
-"""Options of the command line, and the columns that they give."""
+"""Options of the command line, and the columns that they fill."""
 _WIDEST = 16
-_BAR = 30
-_SECONDS = 0.3
-"""Between two pictures of the bar."""
-_Row = TypeVar("_Row")
+"""Characters of a value in a table."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Sample:
     """Data-parallel rank. None: unknown."""
 
 
-def from_lists(lengths: str, **lists: str | None) -> list[Sample]:
-    """Samples from comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
+def lines_of_lists(lengths: str, lists: Mapping[str, str]) -> list[Line]:
+    """A line for each sample of comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
 
     Args:
-        lists: by the names in `LISTS`; None for lists that are absent.
+        lists: by the names in `LISTS`.
 
     Raises:
-        OptionError: a list cannot be parsed, or differs in length from ``lengths``.
+        OptionError: a length is no number, or the lists differ in length.
     """
     try:
         columns: dict[str, list[Any]] = {"length": [float(item) for item in lengths.split(",")]}
@@ -62,106 +61,30 @@ def from_lists(lengths: str, **lists: str | None) -> list[Sample]:
             f"--lengths must be numbers with commas between, got {lengths!r}. Correct it."
         ) from None
     for option, text in lists.items():
-        if text is not None:
-            columns[LISTS[option]] = [item.strip() for item in text.split(",")]
+        columns[LISTS[option]] = [item.strip() for item in text.split(",")]
     if len({len(column) for column in columns.values()}) > 1:
         numbers = ", ".join(f"{len(column)} ({name})" for name, column in columns.items())
         raise OptionError(
             f"each list must have one value for each sample, got {numbers}. Correct the lists."
         )
     rows = zip(*columns.values(), strict=True)
-    return [
-        parsed(f"sample {s}", dict(zip(columns, row, strict=True))) for s, row in enumerate(rows)
-    ]
+    return [(f"sample {s}", dict(zip(columns, row, strict=True))) for s, row in enumerate(rows)]
 
 
-def from_jsonl(path: str) -> list[Sample]:
-    """Samples from a file with one JSON object per line.
-
-    ``{"length": n}`` or ``{"loss_mask": [...]}``, optionally with ``"prompt"``, ``"rollout"``,
-    ``"dataset"``, ``"microbatch"`` and ``"rank"`` (any value); other keys are ignored.
-
-    Raises:
-        OptionError: the file or a line cannot be read.
-        DataError: only some lines have a prompt, rollout, data set, microbatch or rank.
-    """
-    return from_rows("--jsonl", path, lines_of("--jsonl", path))
-
-
-def from_rows(flag: str, path: str, rows: Iterable[tuple[str, Any]]) -> list[Sample]:
-    """Samples from the objects of a file, each with its file and line.
-
-    Raises:
-        OptionError: there is none, or one is no sample.
-        DataError: only some have a prompt, rollout, data set, microbatch or rank.
-    """
-    samples = [parsed(where, row) for where, row in with_progress(rows)]
-    if not samples:
-        raise OptionError(
-            f"{flag} must name a file with a JSON object for each sample, got no line in {path}. "
-            "Write one."
-        )
-    for name in COLUMNS:
-        without = sum(getattr(sample, name) is None for sample in samples)
-        if 0 < without < len(samples):
-            raise DataError(
-                f"{name!r} must be on every line of {path} or on none, got {without} of "
-                f"{len(samples)} lines without it. Add it ({flag})."
-            )
-    return samples
-
-
-def rows_from(path: str, number: int, is_split: bool) -> Iterator[Microbatch]:
-    """The first ``number`` lines of a file, each a row of a batch: a length or an object.
-
-    An object is as in `from_jsonl`; beside "loss_mask", "cu_seqlens" holds the offsets of the
-    samples of a pack. Rows that context parallelism splits have a mask.
-
-    Raises:
-        OptionError: the file or a line cannot be read.
-    """
-    for where, line in lines_of("--data", path, number):
-        row: Any = {"length": line} if isinstance(line, int | float) else line
-        mask = torch.tensor([[parsed(where, row).tokens]])
-        if is_split and "loss_mask" not in row:
-            raise OptionError(
-                "under --context-parallel-size a row must be a 'loss_mask', padded as in the "
-                "batch, since its place in the row decides which rank has a token, got a length "
-                f"in {where}. Write masks."
-            )
-        starts = None
-        if "loss_mask" in row:
-            mask = torch.tensor([row["loss_mask"]], dtype=torch.float64)
-        if "cu_seqlens" in row:
-            try:
-                starts = torch.tensor(row["cu_seqlens"])
-            except (ValueError, TypeError):
-                raise OptionError(
-                    f"cu_seqlens must be a list of ints, got {shortened(row['cu_seqlens'])} in "
-                    f"{where}. Correct the line."
-                ) from None
-        try:
-            microbatch = Microbatch(mask, starts)
-            sums_by_sample([microbatch])
-        except AggregationError as error:
-            raise OptionError(f"{where}: {error}") from error
-        yield microbatch
-
-
-def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[str, Any]]:
-    """File and line, and JSON value, of the first ``number`` lines; empty lines are skipped.
+def lines_of_file(flag: str, path: str) -> Iterator[Line]:
+    """The lines of a file that ``flag`` names; empty ones are skipped.
 
     Raises:
         OptionError: the file or a line cannot be read.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            lines = (numbered for numbered in enumerate(file, 1) if numbered[1].strip())
-            for n, line in itertools.islice(lines, number):
-                yield f"{path}:{n}", json.loads(line)
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", json.loads(line)
     except json.JSONDecodeError as error:
         raise OptionError(
-            f"every line must be a JSON value, got {error} in {path}:{n}. Correct the line."
+            f"every line must be a JSON value, got {error} in {path}:{number}. Correct the line."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
@@ -169,45 +92,94 @@ def lines_of(flag: str, path: str, number: int | None = None) -> Iterator[tuple[
         ) from error
 
 
-def with_progress(rows: Iterable[_Row], total: int | None = None) -> Iterator[_Row]:
-    """The rows; while reading takes long, a bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield from rows
-        return
-    shown_at, width = time.monotonic(), 0
-    for number, row in enumerate(rows, 1):
-        yield row
-        if time.monotonic() >= shown_at + _SECONDS:
-            filled = 0 if total is None else _BAR * number // total
-            bar = "" if total is None else f"[{'#' * filled:{_BAR}}] "
-            text = f"{bar}{number:,} rows read"
-            print(f"\r{text:{width}}", end="", file=sys.stderr, flush=True)
-            shown_at, width = time.monotonic(), len(text)
-    print(f"\r{'':{width}}\r" if width else "", end="", file=sys.stderr, flush=True)
+def read_samples(lines: Iterable[Line]) -> list[Sample]:
+    """A sample for each line.
 
-
-def parsed(where: str, row: Any) -> Sample:
-    """The sample of a line, or of values of the lists.
+    A line is ``{"length": n}`` or ``{"loss_mask": [...]}``, optionally with ``"prompt"``,
+    ``"rollout"``, ``"dataset"``, ``"microbatch"`` and ``"rank"`` (any value); other keys are
+    ignored.
 
     Raises:
-        OptionError: a bad value; the error says ``where``.
+        OptionError: there is no line, or one is not a sample.
+        DataError: only some lines have a prompt, rollout, data set, microbatch or rank.
     """
-    if not isinstance(row, dict) or ("length" in row) == ("loss_mask" in row):
+    samples = [
+        Sample(math.fsum(_checked_mask(where, line)), **{name: line.get(name) for name in COLUMNS})
+        for where, line in lines
+    ]
+    if not samples:
         raise OptionError(
-            "each sample must be an object with either 'length' or 'loss_mask', got "
-            f"{shortened(row)} in {where}. Give one of them."
+            "a step must have samples, got a file without a line. Write a JSON object for each "
+            "sample on a line of its own."
         )
-    mask = row.get("loss_mask", [row.get("length")])
-    is_list = isinstance(mask, list) and all(isinstance(m, int | float) for m in mask)
-    if not is_list or not all(0 <= m < math.inf for m in mask):
-        raise OptionError(
-            "a length must be a finite number >= 0, and a loss_mask a list of them, got "
-            f"{shortened(mask)} in {where}. Correct it."
-        )
-    return Sample(math.fsum(mask), **{name: row.get(name) for name in COLUMNS})
+    for name in COLUMNS:
+        without = sum(getattr(sample, name) is None for sample in samples)
+        if 0 < without < len(samples):
+            raise DataError(
+                f"{name!r} must be on every line or on none, got {without} of {len(samples)} "
+                "lines without it. Add it."
+            )
+    return samples
+
+
+def read_rows(lines: Iterable[Line], is_split: bool) -> Iterator[Microbatch]:
+    """A row of a batch for each line: a number of loss tokens, or an object as in `read_samples`.
+
+    Beside "loss_mask", "cu_seqlens" may hold the offsets of the samples of a pack.
+
+    Args:
+        is_split: whether context parallelism splits the rows. Then they must have masks.
+
+    Raises:
+        OptionError: a line is not a row.
+    """
+    for where, line in lines:
+        row: Any = {"length": line} if isinstance(line, int | float) else line
+        mask = torch.tensor([_checked_mask(where, row)], dtype=torch.float64)
+        if is_split and "length" in row:
+            raise OptionError(
+                "under --context-parallel-size a row must be a 'loss_mask', padded as in the "
+                "batch, since its place in the row decides which rank has a token, got a length "
+                f"in {where}. Write masks."
+            )
+        starts = row.get("cu_seqlens")
+        if starts is not None and not (
+            isinstance(starts, list) and all(isinstance(start, int) for start in starts)
+        ):
+            raise OptionError(
+                f"cu_seqlens must be a list of ints, got {shortened(starts)} in {where}. Correct "
+                "the line."
+            )
+        try:
+            microbatch = Microbatch(mask, None if starts is None else torch.tensor(starts).long())
+            sums_by_sample([microbatch])  # checks the offsets
+        except AggregationError as error:
+            raise OptionError(f"{where}: {error}") from error
+        yield microbatch
 
 
 def shortened(value: Any) -> str:
     """A JSON value as a text that fits into a table."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def _checked_mask(where: str, line: Any) -> list[float]:
+    """The loss mask of a line; a length is the mask of one token.
+
+    Raises:
+        OptionError: the line has neither, or a bad value.
+    """
+    if not isinstance(line, dict) or ("length" in line) == ("loss_mask" in line):
+        raise OptionError(
+            "each sample must be an object with either 'length' or 'loss_mask', got "
+            f"{shortened(line)} in {where}. Give one of them."
+        )
+    mask = line.get("loss_mask", [line.get("length")])
+    is_list = isinstance(mask, list) and all(isinstance(m, int | float) for m in mask)
+    if not is_list or not all(0 <= m < math.inf for m in mask):
+        raise OptionError(
+            "a length must be a finite number >= 0, and a loss_mask a list of them, got "
+            f"{shortened(mask)} in {where}. Correct it."
+        )
+    return mask

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_loss_agg.aggregation import BY_ID, MODES, LossAggregation, is_preset, takes_divisor
+from megatron_loss_agg.aggregation import (
+    BY_ID,
+    MODES,
+    LossAggregation,
+    aggregation_named,
+    is_preset,
+    takes_divisor,
+)
 from megatron_loss_agg.describe import formula
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.samples import LISTS, Sample
@@ -22,9 +29,8 @@ ALL_MODES = tuple(mode for mode in MODES if mode != "custom")
 
 @dataclass(frozen=True)
 class Shares:
-    """Weights of the samples of a step under one mode."""
+    """Weights of the samples of a step, under one mode or in one run."""
 
-    aggregation: LossAggregation
     tokens: Tensor
     """Loss tokens, fp64 [samples]."""
     per_token: Tensor
@@ -48,11 +54,11 @@ class Shares:
         return self.per_token * self.tokens.sum()
 
 
-def explain(
+def shares_by_mode(
     samples: Sequence[Sample],
     modes: Iterable[str],
-    divisor: float | None,
-    empty: str | None,
+    divisor: float | None = None,
+    empty: str | None = None,
     levels: str | None = None,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
@@ -63,32 +69,27 @@ def explain(
     Raises:
         AggregationError: an unknown mode, a bad divisor, or all modes were left out.
     """
-    shown: dict[str, Shares] = {}
+    shares: dict[str, Shares] = {}
     left_out: dict[str, str] = {}
     for name in modes:
         if name == "nested_mean" and levels is None:
             left_out[name] = "needs --levels"
-            continue
-        if divisor is None and _needs_divisor(name):
+        elif divisor is None and _needs_divisor(name):
             left_out[name] = "needs --divisor"
-            continue
-        agg = _aggregation(name, divisor, empty, levels)
-        if unknown := sorted({*agg.by_id} - {*BY_ID}):
-            left_out[name] = f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
-            continue
-        options = {unit: option for option, unit in LISTS.items()}
-        missing = [u for u in options if u in agg.units and getattr(samples[0], u) is None]
-        if missing:
-            left_out[name] = f"needs --{options[missing[0]]}, or {missing[0]!r} on every line"
-            continue
-        shown[name] = _shares(agg, samples)
-    if not shown:
-        reasons = ", ".join(f"{name} {why}" for name, why in left_out.items())
+        else:
+            agg = _aggregation(name, divisor, empty, levels)
+            reason = _missing_input(agg, samples[0])
+            if reason is None:
+                shares[name] = _shares(agg, samples)
+            else:
+                left_out[name] = reason
+    if not shares:
+        reasons = ", ".join(f"{name} {reason}" for name, reason in left_out.items())
         raise OptionError(
             f"at least one mode must have all of its input, got none: {reasons}. Give that input, "
             "or choose other modes (--modes)."
         )
-    return shown, left_out
+    return shares, left_out
 
 
 def _needs_divisor(name: str) -> bool:
@@ -101,19 +102,26 @@ def _aggregation(
     name: str, divisor: float | None, empty: str | None, levels: str | None
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
-    divisor = divisor if takes_divisor(name) else None
-    if is_preset(name):
-        return LossAggregation.preset(name, divisor=divisor, empty=empty)
-    return LossAggregation(
-        mode=name,
-        divisor=divisor,
-        levels=levels if name == "nested_mean" else None,
-        empty=empty or "count",
-    )
+    options: dict[str, Any] = {"divisor": divisor if takes_divisor(name) else None}
+    if name == "nested_mean":
+        options["levels"] = levels
+    # A preset has its own choice where --empty is absent.
+    options["empty"] = empty if is_preset(name) else empty or "count"
+    return aggregation_named(name, **options)
+
+
+def _missing_input(agg: LossAggregation, sample: Sample) -> str | None:
+    """What the mode needs and a sample of the step lacks, in words."""
+    if unknown := sorted({*agg.by_id} - {*BY_ID}):
+        return f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
+    for option, unit in LISTS.items():
+        if unit in agg.units and getattr(sample, unit) is None:
+            return f"needs --{option}, or {unit!r} on every line"
+    return None
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
-    """From one plan over the microbatches of all ranks."""
+    """The shares by one plan over the microbatches of all ranks."""
     by_microbatch: dict[str, list[int]] = {}
     for s, sample in enumerate(samples):
         by_microbatch.setdefault(json.dumps([sample.rank, sample.microbatch]), []).append(s)
@@ -129,7 +137,7 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(by_microbatch.values()):
         per_token[members] = plan.coefficients(i)
-    return Shares(agg, tokens, per_token, formula(agg, plan.counts))
+    return Shares(tokens, per_token, formula(agg, plan.counts))
 
 
 def _strings(values: Sequence[Sequence[Any]]) -> list[list[str]] | None:

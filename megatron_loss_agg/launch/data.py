@@ -18,15 +18,15 @@ from megatron_loss_agg.microbatch import Microbatch
 
 
 def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
-    """The first ``number`` rows or packs of training data that Megatron's flags ``argv`` name.
+    """The first ``number`` rows or packs of the training data that Megatron's flags ``argv`` name.
 
-    As Megatron's ``pretrain_gpt.py`` builds them, in the order of its sequential sampler: of
-    `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, or else `GPTDataset`. Their
-    indices are built in a temporary folder.
+    They come as ``pretrain_gpt.py`` builds them, in the order of Megatron's sequential sampler:
+    from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, or else `GPTDataset`.
+    Their indices are built in a temporary folder.
 
     Raises:
-        OptionError: there is no `megatron.training`.
-        OptionError: a flag or a file is missing, or Megatron cannot read the data.
+        OptionError: there is no `megatron.training`, a flag or a file is missing, or Megatron
+            cannot read the data.
     """
     # Megatron's warnings at its import and about its indices do not belong to the answer.
     warnings.simplefilter("ignore")
@@ -65,33 +65,15 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     from megatron.training.utils import get_blend_and_blend_per_split
 
     blend, per_split = get_blend_and_blend_per_split(args)
-    has_training_data = per_split[0] if per_split else blend
-    if args.fim_data or args.seq_length is None or not (has_training_data or args.mock_data):
-        raise OptionError(
-            "explain --data needs --seq-length and either --data-path or --mock-data after --, "
-            "without --fim-data. Add them, or give --data a file of lengths or loss masks if the "
-            "script has other data sets."
-        )
-    if args.dataloader_type not in (None, "single"):
-        raise OptionError(
-            "--dataloader-type must be single, so that rows are read in the order in which they "
-            f"are stored, got {args.dataloader_type}. Change --dataloader-type, or give --data "
-            "FILE with the rows in the order of the run."
-        )
-    documents = getattr(args, "dataloader_inter_document_masking", False)
-    if documents and not args.sft and args.context_parallel_size > 1:
-        raise OptionError(
-            "--dataloader-inter-document-masking needs --context-parallel-size 1 here, since "
-            "Megatron splits the rows of a microbatch as one otherwise, got "
-            f"{args.context_parallel_size}. Change --context-parallel-size, or remove "
-            "--dataloader-inter-document-masking."
-        )
+    has_training_data = args.mock_data or (per_split[0] if per_split else blend)
+    masks_documents = getattr(args, "dataloader_inter_document_masking", False)
+    _check_flags(args, has_training_data, masks_documents)
     args.rank = 0  # read by `build_tokenizer`
     settings = vars(args) | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "path_to_cache": folder,
-        "inter_document_masking": documents,
+        "inter_document_masking": masks_documents,
         "blend": blend,
         "blend_per_split": per_split and [per_split[0], None, None],
         "split": args.split or (blend and "969, 30, 1"),  # Megatron's default
@@ -104,19 +86,44 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     )
     if config.split_matrix:
         config.split_matrix[1:] = None, None  # validation and test, which may be empty
-    if args.sft:
-        cls = SFTDataset
-    elif args.mock_data:
-        cls = gpt_dataset.MockGPTDataset
-    else:
-        cls = gpt_dataset.GPTDataset
+    mock_or_indexed = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
+    dataset_class = SFTDataset if args.sft else mock_or_indexed
     # The order depends on how many samples the whole run draws.
-    samples_of_run = args.train_samples or (args.train_iters or 0) * (args.global_batch_size or 0)
-    sizes = [samples_of_run or number, 0, 0]
-    dataset, _, _ = BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, config).build()
+    run_samples = args.train_samples or (args.train_iters or 0) * (args.global_batch_size or 0)
+    sizes = [run_samples or number, 0, 0]
+    dataset, _, _ = BlendedMegatronDatasetBuilder(
+        dataset_class, sizes, lambda: True, config
+    ).build()
     if dataset is None:
         raise OptionError(
             f"--split must leave training data, got {args.split}. Change the first number of "
             "--split to one above 0."
         )
     return dataset
+
+
+def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> None:
+    """Refuse flags without data, and those with which the run reads other rows than these.
+
+    Raises:
+        OptionError: such flags.
+    """
+    if args.fim_data or args.seq_length is None or not has_training_data:
+        raise OptionError(
+            "explain --data needs --seq-length and either --data-path or --mock-data after --, "
+            "without --fim-data. Add them, or give --data a file of lengths or loss masks if the "
+            "script has other data sets."
+        )
+    if args.dataloader_type not in (None, "single"):
+        raise OptionError(
+            "--dataloader-type must be single, so that rows are read in the order in which they "
+            f"are stored, got {args.dataloader_type}. Change --dataloader-type, or give --data "
+            "FILE with the rows in the order of the run."
+        )
+    if masks_documents and not args.sft and args.context_parallel_size > 1:
+        raise OptionError(
+            "--dataloader-inter-document-masking needs --context-parallel-size 1 here, since "
+            "Megatron splits the rows of a microbatch as one otherwise, got "
+            f"{args.context_parallel_size}. Change --context-parallel-size, or remove "
+            "--dataloader-inter-document-masking."
+        )

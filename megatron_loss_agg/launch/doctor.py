@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import itertools
 import json
 import logging
 import os
@@ -16,10 +15,10 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, NamedTuple
 
 import torch
 
@@ -30,13 +29,10 @@ from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
 
-
-class Finding(NamedTuple):
-    """The result of one check."""
-
-    level: Literal["OK", "WARN", "FAIL"]  # FAIL: the plugin would not run, or would not be exact
-    check: str
-    text: str
+Result = tuple[str, str]
+"""OK, WARN or FAIL, and a text. FAIL: the plugin would not run, or would not be exact."""
+Check = Callable[[], Result | None]
+"""None: nothing to report. An error is a FAIL, too."""
 
 
 def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Sequence[str]) -> int:
@@ -47,8 +43,8 @@ def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Seq
             installed framework does not have its extension point.
         frameworks: the names that it takes.
     """
-    ours = list(itertools.takewhile(lambda arg: arg != "--", argv))
-    script_flags = argv[len(ours) + 1 :] if "--" in argv else None
+    end = argv.index("--") if "--" in argv else len(argv)
+    script_flags = argv[end + 1 :] if end < len(argv) else None
     if script_flags and script_flags[0] == "--cpu":  # as the launcher takes it
         script_flags = script_flags[1:]
     parser = argparse.ArgumentParser(
@@ -65,7 +61,7 @@ def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Seq
         metavar="NAME",
         help=f"check the adapter of {', '.join(frameworks)}, and print the lines that select it",
     )
-    args = parser.parse_args(ours)
+    args = parser.parse_args(argv[:end])
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first, where Megatron and modules may lie.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
@@ -73,158 +69,148 @@ def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Seq
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
-        findings = list(_findings(script_flags))
+        checks = _checks(script_flags)
         if args.framework is not None:
-            findings.append(_check_framework(args.framework, settings_of))
-    ok = all(finding.level != "FAIL" for finding in findings)
+            checks[args.framework] = partial(_check_framework, args.framework, settings_of)
+        findings = []
+        for name, check in checks.items():
+            try:
+                result = check()
+            except Exception as error:  # an AggregationError, or whatever Megatron raises
+                result = "FAIL", _one_line(error)
+            if result is not None:
+                findings.append({"level": result[0], "check": name, "text": result[1]})
+    ok = all(finding["level"] != "FAIL" for finding in findings)
     if args.json:
-        print(json.dumps({"ok": ok, "findings": [finding._asdict() for finding in findings]}))
+        print(json.dumps({"ok": ok, "findings": findings}))
     else:
-        for level, check, text in findings:
-            print(f"{level:<4}  {check:<18}  {text}")
+        for finding in findings:
+            print("{level:<4}  {check:<18}  {text}".format(**finding))
     return 0 if ok else 1
 
 
-def _findings(script_flags: Sequence[str] | None) -> Iterator[Finding]:
-    """All findings, for the Megatron that is first on ``sys.path``."""
-    yield Finding("OK", "python", platform.python_version())
-    yield Finding("OK", "megatron_loss_agg", __version__)
+def _checks(script_flags: Sequence[str] | None) -> dict[str, Check]:
+    """The checks by name, of the Megatron that is first on ``sys.path``."""
+    core, training = _imported("megatron.core"), _imported("megatron.training")
+    checks: dict[str, Check] = {
+        "python": lambda: ("OK", platform.python_version()),
+        "megatron_loss_agg": lambda: ("OK", __version__),
+        "torch": _check_torch,
+    }
+    if isinstance(core, Exception):
+        advice = "Run pip install megatron-core, or put a checkout on PYTHONPATH."
+        checks["megatron-core"] = lambda: ("FAIL", f"{_one_line(core)}. {advice}")
+    else:
+        root = _root(core)
+        checks |= {
+            "megatron-core": partial(check_release, core.__version__, root),
+            "megatron.training": partial(_check_training, training, root),
+            "data set helpers": partial(_check_data_helpers, root / "megatron/core/datasets"),
+            "launcher": _check_launcher,
+        }
+    if script_flags is not None:
+        has_training = not isinstance(training, Exception)
+        checks["flags"] = partial(_check_flags, script_flags, has_training)
+    return checks
+
+
+def _check_torch() -> Result:
     gpus = torch.cuda.device_count()
     if gpus:
-        yield Finding("OK", "torch", f"{torch.__version__} sees {number_of(gpus, 'GPU')}")
-    else:
-        advice = "To train without one, put --cpu before the script."
-        yield Finding("WARN", "torch", f"{torch.__version__} sees no GPU. {advice}")
-    core = _imported("megatron.core")
-    training = _imported("megatron.training")
-    if isinstance(core, ModuleType):
-        yield check_release(core.__version__, _root(core))
-        yield from _check_training(core, training)
-        yield from _check_data_helpers(core)
-        yield _check_replacements()
-    else:
-        text = f"{_one_line(core)}. Run pip install megatron-core, or put a checkout on PYTHONPATH."
-        yield Finding("FAIL", "megatron-core", text)
-    if script_flags is not None:
-        yield _check_flags(script_flags, has_training=isinstance(training, ModuleType))
+        return "OK", f"{torch.__version__} sees {number_of(gpus, 'GPU')}"
+    advice = "To train without one, put --cpu before the script."
+    return "WARN", f"{torch.__version__} sees no GPU. {advice}"
 
 
-def _check_framework(name: str, settings_of: Callable[[str], str]) -> Finding:
-    """The extension point of a framework's adapter; with it, the lines to set."""
-    try:
-        agg = flags.aggregation_from(argparse.Namespace(**flags.in_environment()))
-        settings = settings_of(name)
-    except AggregationError as error:
-        return Finding("FAIL", name, _one_line(error))
-    except Exception as error:  # whatever the framework's import raises
-        return Finding(
-            "FAIL", name, f"{_one_line(error)}. Install {name} whole, or another version."
-        )
-    here = "is not set" if agg is None else f"asks for {aggregation_in_words(agg)}"
-    text = (
-        f"has the extension point of the adapter; {flags.VARIABLE} {here} here. Set, with the mode "
-        f"that you want,\n{settings}"
-    )
-    return Finding("OK", name, text)
-
-
-def check_release(version: str, root: Path) -> Finding:
+def check_release(version: str, root: Path) -> Result:
     """The support for this Megatron-Core release, which is installed in ``root``."""
     match = re.match(r"(\d+)\.(\d+)", version)
     release = (int(match[1]), int(match[2])) if match else (0, 0)
-    name, text, tested = "megatron-core", f"{version} in {root}", "0.14 to 0.19"
+    text, tested = f"{version} in {root}", "0.14 to 0.19"
     if release < (0, 13):
         text += f" scales losses in another way than 0.13 and later. Install {tested}."
-        return Finding("FAIL", name, text)
+        return "FAIL", text
     if not (0, 14) <= release <= (0, 19):
         text += f" is not tested; {tested} are. Train with {flags.FLAG}-audit."
-        return Finding("WARN", name, text)
-    return Finding("OK", name, text)
+        return "WARN", text
+    return "OK", text
 
 
-def _check_training(core: ModuleType, training: ModuleType | Exception) -> Iterator[Finding]:
-    name = "megatron.training"
-    if isinstance(training, ModuleNotFoundError) and training.name == name:
-        text = (
+def _check_training(training: ModuleType | Exception, core_root: Path) -> Result | None:
+    if isinstance(training, ModuleNotFoundError) and training.name == "megatron.training":
+        return "WARN", (
             "not in this megatron-core, whose wheels include it from 0.17 on; loops of other "
             "programs do not need it. For Megatron's own scripts, put a checkout on PYTHONPATH."
         )
-        yield Finding("WARN", name, text)
-    elif isinstance(training, Exception):
-        yield Finding("FAIL", name, f"{_one_line(training)}. Install what is missing, or fix it.")
-    elif _root(training) != _root(core):
-        text = (
-            f"in {_root(training)}, but megatron.core is in {_root(core)}. Put the checkout that "
+    if isinstance(training, Exception):
+        return "FAIL", f"{_one_line(training)}. Install what is missing, or fix it."
+    if _root(training) != core_root:
+        return "WARN", (
+            f"in {_root(training)}, but megatron.core is in {core_root}. Put the checkout that "
             "has both on PYTHONPATH."
         )
-        yield Finding("WARN", name, text)
+    return None
 
 
-def _check_data_helpers(core: ModuleType) -> Iterator[Finding]:
+def _check_data_helpers(folder: Path) -> Result | None:
     """The programs that a checkout lacks to build the C++ helpers of its data sets."""
-    folder = Path(str(core.__file__)).with_name("datasets")
     built = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
     if built.exists() or not (folder / "Makefile").exists():  # wheels have them built
-        return
+        return None
     programs = ("make", os.environ.get("CXX", "g++"), "python3", "python3-config")
     missing = [program for program in programs if shutil.which(program) is None]
     pybind11 = ["python3", "-m", "pybind11", "--includes"]
     if "python3" in missing or subprocess.run(pybind11, capture_output=True).returncode:
         missing.append("pybind11")
-    if missing:
-        text = (
-            f"Megatron's scripts build them in {folder} when they start, and their first rank would end "
-            f"there without {', '.join(missing)}. Install a C++ compiler, make and Python's headers, "
-            "and run python3 -m pip install pybind11; loops of other programs may not need them."
-        )
-        yield Finding("WARN", "data set helpers", text)
+    if not missing:
+        return None
+    return "WARN", (
+        f"Megatron's scripts build them in {folder} when they start, and their first rank would end "
+        f"there without {', '.join(missing)}. Install a C++ compiler, make and Python's headers, "
+        "and run python3 -m pip install pybind11; loops of other programs may not need them."
+    )
 
 
-def _check_replacements() -> Finding:
-    name = "launcher"
-    try:
-        holders = [row.holder.__name__ for row in replacements()]
-    except Exception as error:
-        return Finding("FAIL", name, _one_line(error))
+def _check_launcher() -> Result:
     text = "replaces functions of Megatron's schedules and optimizers"
-    if any(holder.startswith("megatron.training.") for holder in holders):
+    if any(row.holder.__name__.startswith("megatron.training.") for row in replacements()):
         text += ", and of megatron.training"
-    return Finding("OK", name, text)
+    return "OK", text
 
 
-def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
+def _check_flags(script_flags: Sequence[str], has_training: bool) -> Result:
     """The first thing that a run with these flags, or those of the environment, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
-        text = f"SCRIPT must be a file, got {script!r}. Give a training script, or flags alone."
-        return Finding("FAIL", "flags", text)
+        return (
+            "FAIL",
+            f"SCRIPT must be a file, got {script!r}. Give a training script, or flags alone.",
+        )
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
-    try:
-        if not script.startswith("-"):
-            flags.check_place_of_cpu(Path(script), script_flags)
-        if has_training:
-            from megatron.training.arguments import add_megatron_arguments
+    if not script.startswith("-"):
+        flags.check_place_of_cpu(Path(script), script_flags)
+    if has_training:
+        from megatron.training.arguments import add_megatron_arguments
 
-            parser = add_megatron_arguments(parser)
-        values, script_arguments = flags.of_process(script_flags)
-        args, unknown = parser.parse_known_args(script_arguments)
-        vars(args).update(values)
-        hook = hook_from_args(args, in_training_loop=True)
-    except AggregationError as error:
-        return Finding("FAIL", "flags", _one_line(error))
+        parser = add_megatron_arguments(parser)
+    values, script_arguments = flags.process_flags(script_flags)
+    args, unknown = parser.parse_known_args(script_arguments)
+    vars(args).update(values)
+    hook = hook_from_args(args, in_training_loop=True)
     if hook is None:
-        text = f"without {flags.FLAG} the plugin does nothing. Add {flags.FLAG} MODE."
-        return Finding("WARN", "flags", text)
+        return "WARN", f"without {flags.FLAG} the plugin does nothing. Add {flags.FLAG} MODE."
     formulas = [formula(term.aggregation) for term in hook.terms.values()]
     also = [f"also {agg.label}" for agg in hook.also]
     loss = "; ".join([terms_in_words(hook.terms), *formulas, *also])
     if not has_training:
-        text = f"{loss}; without megatron.training, Megatron's own flags are not checked"
-        return Finding("WARN", "flags", text)
+        return "WARN", f"{loss}; without megatron.training, Megatron's own flags are not checked"
     unknown = [flag for flag in unknown if flag.startswith("--")]
     if unknown:
-        text = f"{loss}; Megatron has no {', '.join(unknown)}: right only if the script adds them"
-        return Finding("WARN", "flags", text)
+        unknown_flags = ", ".join(unknown)
+        return (
+            "WARN",
+            f"{loss}; Megatron has no {unknown_flags}: right only if the script adds them",
+        )
     units = units_by_id(hook.terms).union(*(agg.by_id for agg in hook.also))
     if flags.hook_options(args)["sft_prompt_field"]:
         units.discard("prompt")  # read from the data's lines
@@ -232,7 +218,23 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Finding:
     needs = f"; the batches must have {ids}" if ids else ""
     if "prompt" in units and getattr(args, "sft", False):
         needs += f"; {sft.FLAG} FIELD gives prompt_ids"
-    return Finding("OK", "flags", f"{loss}; no other flag conflicts with it{needs}")
+    return "OK", f"{loss}; no other flag conflicts with it{needs}"
+
+
+def _check_framework(name: str, settings_of: Callable[[str], str]) -> Result:
+    """The extension point of a framework's adapter; with it, the lines to set."""
+    agg = flags.aggregation_from(argparse.Namespace(**flags.environment_flags()))
+    try:
+        settings = settings_of(name)
+    except AggregationError:
+        raise
+    except Exception as error:  # whatever the framework's import raises
+        return "FAIL", f"{_one_line(error)}. Install {name} whole, or another version."
+    here = "is not set" if agg is None else f"asks for {aggregation_in_words(agg)}"
+    return "OK", (
+        f"has the extension point of the adapter; {flags.VARIABLE} {here} here. Set, with the mode "
+        f"that you want,\n{settings}"
+    )
 
 
 def _imported(name: str) -> ModuleType | Exception:

@@ -1,7 +1,7 @@
 """Fail the run if ``--loss-aggregation`` was given but never took effect.
 
 A script can compute its loss without Megatron's schedule. It would then train on Megatron's own
-loss, and nothing would say so.
+loss, without a word about it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BAD_START = 2
 """The exit code of a run with bad flags, or with flags that had no effect."""
 
 
-class Effect:
-    """The plugin's flags of this process, and whether they have taken effect.
+class FlagUse:
+    """The plugin's flags in this process, and their use so far.
 
     Args:
         argv: the arguments of the script, ours among them if the environment holds none.
@@ -30,7 +30,7 @@ class Effect:
     Attributes:
         values: the flags' values, by the parser's names.
         other_arguments: the script's own arguments, in their order.
-        has_megatron_optimizer: whether this process has made an optimizer of Megatron's, which
+        has_megatron_optimizer: True once this process has made an optimizer of Megatron's, which
             steps torch's optimizers by itself, also to initialize their state.
 
     Raises:
@@ -38,54 +38,54 @@ class Effect:
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
-        self.values, self.other_arguments = flags.of_process(argv)
+        self.values, self.other_arguments = flags.process_flags(argv)
         self.has_megatron_optimizer = False
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
         self._schedule_was_called = False
-        self._trained_by: LossHook | None = None
+        self._training_hook: LossHook | None = None  # of the last training call
 
     @property
     def mode(self) -> str | None:
-        """The value of ``--loss-aggregation``, which a YAML file of Megatron may give, too."""
+        """The value of ``--loss-aggregation``, also from a YAML file of Megatron."""
         mode = self.values.get("loss_aggregation")
         return mode or getattr(megatron_args(), "loss_aggregation", None)
 
     @property
     def skips_optimizer(self) -> bool:
-        """Whether the next step of the optimizer is to be skipped, since no token is active."""
-        return self._trained_by is not None and self._trained_by.step_is_empty
+        """True if the next step of the optimizer is to be skipped: no token was active."""
+        return self._training_hook is not None and self._training_hook.step_is_empty
 
-    def noting(self, hook: LossHook, hooked: Callable[..., Any]) -> Callable[..., Any]:
-        """``hooked``, a schedule with the loss of ``hook``; its calls are noted."""
+    def recorded(self, hook: LossHook, hooked: Callable[..., Any]) -> Callable[..., Any]:
+        """``hooked``, a schedule with the loss of ``hook``, whose calls are recorded here."""
 
         @functools.wraps(hooked)
         def schedule(**arguments: Any) -> Any:
             self._schedule_was_called = True
             if not (arguments.get("forward_only") or arguments.get("collect_non_loss_data")):
-                self._note_training(hook)
+                self._record_training(hook)
             return hooked(**arguments)
 
         return schedule
 
-    def _note_training(self, hook: LossHook) -> None:
-        if hook.empty_step == "skip" and self._trained_by not in (None, hook):
+    def _record_training(self, hook: LossHook) -> None:
+        if hook.empty_step == "skip" and self._training_hook not in (None, hook):
             raise HostError(
                 f"{flags.FLAG}-empty-step skip needs a single model that trains in this process, "
                 "to know whose optimizer to skip, got several. Choose "
                 f"{flags.FLAG}-empty-step error or train."
             )
-        self._trained_by = hook
+        self._training_hook = hook
 
     def check_before_step(self, optimizer: Any) -> None:
         """Raise HostError if the flags should have taken effect before ``optimizer`` steps."""
-        if self._trained_by is None and self.mode:
-            raise self._had_no_effect(
+        if self._training_hook is None and self.mode:
+            raise self._no_effect(
                 f"{type(optimizer).__name__} is about to step, and no forward-backward call has "
                 "trained through the plugin"
             )
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
-        """As `check_before_step`, for an optimizer of torch, which cannot be skipped."""
+        """`check_before_step` for an optimizer of torch, which cannot be skipped."""
         if self.has_megatron_optimizer:
             return
         self.check_before_step(optimizer)
@@ -99,15 +99,15 @@ class Effect:
     def error_at_exit(self) -> HostError | None:
         """The error of a script that ends now without effect of its flags; None if all is well.
 
-        A run that had nothing to do is well. Megatron's own loop makes no step if its checkpoint is
-        of the last iteration already; it sets ``do_train`` in its flags.
+        All is well in a run that had nothing to do. Megatron's own loop makes no step if its
+        checkpoint is of the last iteration already; it sets ``do_train`` in its flags.
         """
         had_nothing_to_do = self._asks_for_help or hasattr(megatron_args(), "do_train")
         if self._schedule_was_called or had_nothing_to_do or not self.mode:
             return None
-        return self._had_no_effect("the script trained nothing through the plugin")
+        return self._no_effect("the script trained nothing through the plugin")
 
-    def _had_no_effect(self, reason: str) -> HostError:
+    def _no_effect(self, reason: str) -> HostError:
         return HostError(
             f"{flags.FLAG} {self.mode} has no effect: {reason}. Call what Megatron-Core's "
             "get_forward_backward_func() returns, after install() and without a LossHook of the "

@@ -38,20 +38,21 @@ class _Option(NamedTuple):
     value: str | None = None  # how the help shows a free value
     words: tuple[str, ...] = ()  # the only values that are allowed
     default: str | None = None  # one of the words
-    nargs: str | None = None  # as of argparse
+    nargs: str | None = None  # as in argparse
+    type: Callable[[str], Any] = str
 
 
-_ITS_MODE = {"function": "custom", "levels": "nested_mean"}
-"""The only mode that takes the option."""
-_MODES_OF_MTP = tuple(
+_ONLY_MODE = {"function": "custom", "levels": "nested_mean"}
+"""Options of a single mode."""
+_MTP_MODES = tuple(
     name
     for name, mode in MODES.items()
-    if mode.divisor == "refused" and name not in _ITS_MODE.values()
+    if mode.divisor == "refused" and name not in _ONLY_MODE.values()
 )
-"""Those without options of their own."""
+"""The modes without options of their own."""
 _COUNT_OR_SKIP = ("count", "skip")
-_OPTIONS = {
-    "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D"),
+_AGGREGATION_OPTIONS = {
+    "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D", type=float),
     "levels": _Option(
         "for 'nested_mean': its units from outside to inside, such as prompt,rollout,sample",
         "UNIT,UNIT,...",
@@ -76,8 +77,16 @@ _OPTIONS = {
     "function": _Option(
         "for 'custom': a function (samples) -> coefficient of each sample", "MODULE:NAME"
     ),
+}
+_HOOK_OPTIONS = {
     "also": _Option(
         "further modes or presets, under which the loss is reported, too", "MODE", nargs="+"
+    ),
+    "extension": _Option(
+        "classes, or functions without arguments, of extensions of your own, which add to the loss "
+        "or to the reports",
+        "MODULE:NAME",
+        nargs="+",
     ),
     "batch": _Option(
         "a function batch -> Microbatch, for batches that lack keys such as loss_mask",
@@ -100,6 +109,12 @@ _OPTIONS = {
         words=("train", "error", "skip"),
         default="train",
     ),
+    "mismatch": _Option(
+        "what to do after the first step about losses that are not those that were counted: end the "
+        "run, or print the error and go on (default: stop)",
+        words=("stop", "warn"),
+        default="stop",
+    ),
     "evaluation": _Option(
         "forward-only calls of the schedule: reported as Megatron averages them, or aggregated in the "
         "same way as training (default: same in Megatron's own training loop, megatron in others)",
@@ -121,26 +136,11 @@ _OPTIONS = {
     "mtp": _Option(
         "losses of multi-token prediction: averaged as Megatron does, aggregated in the same way as "
         "the main loss, or in a mode of their own (default: megatron)",
-        words=("megatron", "same", *_MODES_OF_MTP),
-        default="megatron",
-    ),
-    "moe": _Option(
-        "auxiliary losses of routers: weighted as Megatron does, or over the whole step (default: "
-        "megatron)",
-        words=("megatron", "whole"),
+        words=("megatron", "same", *_MTP_MODES),
         default="megatron",
     ),
 }
-_OF_AGGREGATION = (
-    "divisor",
-    "levels",
-    "empty",
-    "rejected",
-    "sample_weights",
-    "dataset_weights",
-    "function",
-)
-"""The flags of the aggregation; the others set up the hook."""
+_OPTIONS = _AGGREGATION_OPTIONS | _HOOK_OPTIONS
 
 _REMOVED = {
     "mask": (
@@ -150,6 +150,11 @@ _REMOVED = {
     "factors": (
         "a factor of each token belongs into the losses of a TokenLoss",
         "Multiply the losses by the factor in the script's TokenLoss",
+    ),
+    "moe": (
+        "the losses of routers are an example of an extension",
+        f"Write {FLAG}-extension examples.extensions.routers:RouterLosses, with the repository of "
+        "megatron_loss_agg on PYTHONPATH",
     ),
 }
 """Flags of earlier versions: the reason of their removal, and the remedy."""
@@ -179,45 +184,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             _flag(name),
             metavar=option.value or "{" + ",".join(option.words) + "}",
             nargs=option.nargs,
-            type=float if name == "divisor" else str,
+            type=option.type,
             help=option.help,
         )
     return parser
-
-
-def _flag(name: str) -> str:
-    """The flag of the option ``name``."""
-    return f"{FLAG}-{name.replace('_', '-')}"
-
-
-def _as_flag(setting: str) -> str:
-    """The flag that a parser, or a YAML file, stores as ``setting``."""
-    return "--" + setting.replace("_", "-")
-
-
-def chosen(args: argparse.Namespace) -> dict[str, Any]:
-    """Values of the further flags that were given, by their names in `_OPTIONS`.
-
-    Raises:
-        OptionError: a value is not one of the flag's words.
-    """
-    values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
-    # Not by equality: a divisor of 0 equals False, and is refused later.
-    values = {name: x for name, x in values.items() if x is not None and x is not False}
-    for name, value in values.items():
-        words = _OPTIONS[name].words
-        if words and value not in words:
-            raise OptionError(
-                f"{_flag(name)} must be one of {', '.join(words)}, got {value!r}. "
-                f"Change {_flag(name)}."
-            )
-    return values
-
-
-def hook_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Values of the flags that set up the hook; of those that were not given, the defaults."""
-    defaults = {name: x.default for name, x in _OPTIONS.items() if name not in _OF_AGGREGATION}
-    return defaults | {name: x for name, x in chosen(args).items() if name in defaults}
 
 
 def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
@@ -226,76 +196,41 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
     Raises:
         AggregationError: a flag's value is bad, or conflicts with another flag.
     """
-    _check_settings_of_yaml(args)
-    mode, further = getattr(args, "loss_aggregation", None), chosen(args)
-    if mode is None:
-        if further:
-            flag = _flag(next(iter(further)))
-            raise OptionError(f"{flag} needs {FLAG}, got none. Add {FLAG} MODE, or remove {flag}.")
-        return None
-    also = _modes_beside(args)
-    options = {}
-    for name in _OF_AGGREGATION:
-        is_for_others = not _takes(mode, name) and any(_takes(other, name) for other in also)
-        if name in further and not is_for_others:
-            options[name] = further[name]
-    return _aggregation(mode, options)
+    return next(iter(aggregations_from(args)), None)
 
 
-def aggregations_beside(args: argparse.Namespace) -> list[LossAggregation]:
-    """The aggregations of ``--loss-aggregation-also``: with the same flags, where they take them.
+def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
+    """The aggregation of the loss, and then those of ``--loss-aggregation-also``.
+
+    Each takes the further flags that its mode has. Empty without ``--loss-aggregation``.
 
     Raises:
-        AggregationError: an unknown mode, or one that needs a flag.
+        AggregationError: a flag's value is bad, or conflicts with another flag.
     """
-    further, aggregations = chosen(args), []
-    for mode in _modes_beside(args):
-        names = [x for x in _OF_AGGREGATION if x in further and _takes(mode, x)]
-        aggregations.append(_aggregation(mode, {name: further[name] for name in names}))
-    return aggregations
+    mode, values = getattr(args, "loss_aggregation", None), _values(args)
+    if mode is None:
+        if values:
+            flag = _flag(next(iter(values)))
+            raise OptionError(f"{flag} needs {FLAG}, got none. Add {FLAG} MODE, or remove {flag}.")
+        return []
+    modes = [mode, *_listed(values.get("also", []))]
+    options: list[dict[str, Any]] = [{} for _ in modes]
+    for name in (x for x in _AGGREGATION_OPTIONS if x in values):
+        takers = [i for i, x in enumerate(modes) if _takes(x, name)]
+        for i in takers or [0]:  # the mode of the loss refuses what none takes
+            options[i][name] = values[name]
+    return [_aggregation(*pair) for pair in zip(modes, options, strict=True)]
 
 
-def _modes_beside(args: argparse.Namespace) -> list[str]:
-    also = getattr(args, "loss_aggregation_also", None) or []
-    return also.split() if isinstance(also, str) else also  # a word in a YAML file
+def hook_options(args: argparse.Namespace) -> dict[str, Any]:
+    """By name, the values or defaults of the flags that set up the hook.
 
-
-def _takes(mode: str, name: str) -> bool:
-    """Whether ``mode``, or the preset, takes the option ``name`` of an aggregation."""
-    if name == "divisor":
-        return takes_divisor(mode)
-    return mode == _ITS_MODE.get(name, mode)
-
-
-def _aggregation(mode: str, options: dict[str, Any]) -> LossAggregation:
-    for name, its_mode in _ITS_MODE.items():
-        if name in options and is_preset(mode):
-            raise OptionError(
-                f"{_flag(name)} needs {FLAG} {its_mode}, got the preset {mode!r}. "
-                f"Remove {_flag(name)}, or choose {FLAG} {its_mode}."
-            )
-    if "function" in options:
-        options["function"] = load(_flag("function"), options["function"])
-    return aggregation_named(mode, **options)
-
-
-def _check_settings_of_yaml(args: argparse.Namespace) -> None:
-    """Refuse settings that no parser has checked, since they come from a YAML file."""
-    names = ["loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)]
-    for setting in vars(args):
-        if setting.replace("-", "_").startswith("loss_aggregation") and setting not in names:
-            _refuse_removed(_as_flag(setting))
-            raise OptionError(
-                f"{setting} is not a setting of megatron_loss_agg. Write one of "
-                f"{', '.join(names)} in the YAML file."
-            )
-
-
-def _refuse_removed(flag: str) -> None:
-    """Raise OptionError if an earlier version had this flag."""
-    for name, (reason, remedy) in _REMOVED.items():
-        if flag == _flag(name):
-            raise OptionError(f"{flag} was removed: {reason}. {remedy}, and remove {flag}.")
+    Those of several values are lists.
+    """
+    values = _values(args)
+    options = {name: values.get(name, x.default) for name, x in _HOOK_OPTIONS.items()}
+    lists = {name: _listed(options[name] or []) for name, x in _HOOK_OPTIONS.items() if x.nargs}
+    return options | lists
 
 
 def aggregation_from_environment() -> LossAggregation | None:
@@ -304,10 +239,10 @@ def aggregation_from_environment() -> LossAggregation | None:
     For loops that apply `StepPlan.coefficients` themselves, where other flags have no effect.
 
     Raises:
-        AggregationError: as `aggregation_from`, or the variable holds something else.
+        AggregationError: as in `aggregation_from`, or the variable holds something else.
     """
-    values = in_environment()
-    allowed = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _OF_AGGREGATION)}
+    values = environment_flags()
+    allowed = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _AGGREGATION_OPTIONS)}
     if without_effect := sorted(values.keys() - allowed):
         raise OptionError(
             f"{VARIABLE} must hold {FLAG} MODE and flags of the aggregation only, since this loop "
@@ -317,9 +252,22 @@ def aggregation_from_environment() -> LossAggregation | None:
     return aggregation_from(argparse.Namespace(**values))
 
 
-def in_environment() -> dict[str, Any]:
-    """The flags in `VARIABLE`, as `taken_from` returns them; it may hold nothing else."""
-    values, others = taken_from(shlex.split(os.environ.get(VARIABLE, "")))
+def process_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Our flags among ``argv`` or in the environment, and the other arguments, as `parse_flags`."""
+    values, others = parse_flags(argv)
+    environment_values = environment_flags()
+    if values and environment_values:
+        flag = _as_flag(next(iter(values)))
+        raise OptionError(
+            f"The flags must stand in {VARIABLE} or on the command line, got {flag} beside "
+            f"{VARIABLE}. Unset {VARIABLE}, or remove {flag}."
+        )
+    return values or environment_values, others
+
+
+def environment_flags() -> dict[str, Any]:
+    """The flags in `VARIABLE`, by the parser's names; it may hold nothing else."""
+    values, others = parse_flags(shlex.split(os.environ.get(VARIABLE, "")))
     if others:
         raise OptionError(
             f"{VARIABLE} must hold {FLAG} MODE and flags {FLAG}-... only, got "
@@ -328,20 +276,7 @@ def in_environment() -> dict[str, Any]:
     return values
 
 
-def of_process(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags among ``argv`` or in the environment, and the other arguments; as `taken_from`."""
-    values, others = taken_from(argv)
-    from_environment = in_environment()
-    if values and from_environment:
-        flag = _as_flag(next(iter(values)))
-        raise OptionError(
-            f"The flags must stand in {VARIABLE} or on the command line, got {flag} beside "
-            f"{VARIABLE}. Unset {VARIABLE}, or remove {flag}."
-        )
-    return values or from_environment, others
-
-
-def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Our flags among ``argv``, by the parser's names, and the other arguments in their order."""
     parser = add_arguments(
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -365,21 +300,92 @@ def taken_from(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def check_place_of_cpu(script: Path, arguments: Sequence[str]) -> None:
     """Raise OptionError for ``--cpu`` among the arguments of a script that has no such flag."""
-    is_of_script = re.search("""["']--cpu["']""", script.read_text(errors="replace"))
-    if "--cpu" in arguments and not is_of_script:
+    script_has_it = re.search("""["']--cpu["']""", script.read_text(errors="replace"))
+    if "--cpu" in arguments and not script_has_it:
         raise OptionError(
             f"--cpu must stand before the script, got it behind {script}. Write --cpu {script} ..."
         )
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:
-    """The function ``path``, ``module:name``, that is the value of ``flag``."""
+    """The function or class ``path``, ``module:name``, which is the value of ``flag``."""
     module, _, name = path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the user's module raises
         raise OptionError(
-            f"{flag} must be module:name of a function that can be imported, got {path!r} "
+            f"{flag} must be module:name of a function or class that can be imported, got {path!r} "
             f"({error}). Put the module on PYTHONPATH or beside the script, or change {flag}."
         ) from error
     return function
+
+
+def _flag(name: str) -> str:
+    """The flag of the option ``name``."""
+    return f"{FLAG}-{name.replace('_', '-')}"
+
+
+def _as_flag(setting: str) -> str:
+    """The flag that a parser, or a YAML file, stores as ``setting``."""
+    return "--" + setting.replace("_", "-")
+
+
+def _values(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the further flags in ``args``, by their names in `_OPTIONS`.
+
+    They may come from a YAML file of Megatron, which no parser has checked.
+
+    Raises:
+        OptionError: a value is not one of the flag's words, or a setting is not ours.
+    """
+    names = ["loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)]
+    for setting in vars(args):
+        if setting.replace("-", "_").startswith("loss_aggregation") and setting not in names:
+            _refuse_removed(_as_flag(setting))
+            raise OptionError(
+                f"{setting} is not a setting of megatron_loss_agg. Write one of "
+                f"{', '.join(names)} in the YAML file."
+            )
+    values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
+    # Not by equality: a divisor of 0 equals False, and is refused later.
+    values = {name: x for name, x in values.items() if x is not None and x is not False}
+    for name, value in values.items():
+        words = _OPTIONS[name].words
+        if words and value not in words:
+            raise OptionError(
+                f"{_flag(name)} must be one of {', '.join(words)}, got {value!r}. "
+                f"Change {_flag(name)}."
+            )
+    return values
+
+
+def _listed(value: str | Sequence[str]) -> list[str]:
+    """The words of a flag of several values, or of one text in a YAML file; commas separate, too."""
+    text = value if isinstance(value, str) else " ".join(value)
+    return text.replace(",", " ").split()
+
+
+def _takes(mode: str, name: str) -> bool:
+    """Whether ``mode``, or the preset, takes the option ``name`` of an aggregation."""
+    if name == "divisor":
+        return takes_divisor(mode)
+    return mode == _ONLY_MODE.get(name, mode)
+
+
+def _aggregation(mode: str, options: dict[str, Any]) -> LossAggregation:
+    for name, only_mode in _ONLY_MODE.items():
+        if name in options and is_preset(mode):
+            raise OptionError(
+                f"{_flag(name)} needs {FLAG} {only_mode}, got the preset {mode!r}. "
+                f"Remove {_flag(name)}, or choose {FLAG} {only_mode}."
+            )
+    if "function" in options:
+        options["function"] = load(_flag("function"), options["function"])
+    return aggregation_named(mode, **options)
+
+
+def _refuse_removed(flag: str) -> None:
+    """Raise OptionError if an earlier version had this flag."""
+    for name, (reason, remedy) in _REMOVED.items():
+        if flag == _flag(name):
+            raise OptionError(f"{flag} was removed: {reason}. {remedy}, and remove {flag}.")

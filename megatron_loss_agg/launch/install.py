@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_loss_agg.aggregation import LossAggregation
-from megatron_loss_agg.errors import AggregationError, HostError
+from megatron_loss_agg.errors import AggregationError, HostError, OptionError
 from megatron_loss_agg.launch import flags, sft
-from megatron_loss_agg.launch.effect import Effect, megatron_args, refuse
+from megatron_loss_agg.launch.effect import FlagUse, megatron_args, refuse
 from megatron_loss_agg.mcore import (
     DatasetReports,
     Extension,
@@ -43,40 +43,47 @@ def hook_from_args(
 
     Args:
         args: Megatron's parsed flags, ours among them.
-        in_training_loop: whether Megatron's own training loop will use it.
+        in_training_loop: True if Megatron's own training loop will use it.
         read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
         AggregationError: a bad value, or flags that conflict.
     """
-    aggregation = flags.aggregation_from(args)
-    if aggregation is None:
+    aggregations = flags.aggregations_from(args)
+    if not aggregations:
         return None
     check_settings(args, args)
+    aggregation, *also = aggregations
     options = flags.hook_options(args)
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
     if options["sft_prompt_field"]:
         sft.check_flag(args, options["batch"])
         read_batch = sft.read_conversations
-    extensions: list[Extension] = []
+    # Those of the user come first: they may change the loss itself, and get it without MTP's part.
+    extensions = [_user_extension(path) for path in options["extension"]]
     settings = {}
+    if options["extension"]:
+        settings["extension"] = " ".join(options["extension"])
     if options["report_datasets"]:
         log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
         extensions.append(DatasetReports(log_interval))
     if options["report_weights"]:
         extensions.append(WeightReports())
     if options["mtp"] != "megatron":
-        extensions.append(_mtp_extension(options["mtp"], aggregation))
+        extensions.append(MTPAggregation(_mtp_aggregation(options["mtp"], aggregation)))
         settings["mtp"] = options["mtp"]
+    # Other loops may make forward-only calls without a loss.
+    evaluation = options["evaluation"] or ("same" if in_training_loop else "megatron")
     return LossHook(
         aggregation,
         read_batch=read_batch,
-        split=options["split"] or _split_of_megatron(args),
-        also=flags.aggregations_beside(args),
+        split=options["split"] or _megatron_split(args),
+        also=also,
         extensions=extensions,
         empty_step=options["empty_step"],
-        aggregate_evaluation=_evaluates(options["evaluation"], in_training_loop),
+        mismatch=options["mismatch"],
+        aggregate_evaluation=evaluation == "same",
         prefetch=in_training_loop,
         audit=bool(options["audit"]),
         trust_unmeasured=options["unmeasured"] == "trust",
@@ -84,31 +91,48 @@ def hook_from_args(
     )
 
 
-def _mtp_extension(mode: str, aggregation: LossAggregation) -> MTPAggregation:
-    """Aggregates MTP's losses in the way of the main loss, or in ``mode`` with its other options."""
+def _user_extension(path: str) -> Extension:
+    """The extension that the class or function ``path``, ``module:name``, makes.
+
+    Raises:
+        OptionError: it makes none.
+    """
+    flag = f"{flags.FLAG}-extension"
+    make = flags.load(flag, path)
+    try:
+        extension = make()
+    except Exception as error:  # whatever the user's code raises
+        raise OptionError(
+            f"{flag} must be a class or function that is called without arguments, got {path} with "
+            f"{type(error).__name__}: {error}. Name a function that makes the extension."
+        ) from error
+    if not isinstance(extension, Extension):
+        raise OptionError(
+            f"{flag} must make an Extension, got {path}, which makes a {type(extension).__name__}. "
+            "Derive its class from megatron_loss_agg.mcore.Extension."
+        )
+    return extension
+
+
+def _mtp_aggregation(mode: str, aggregation: LossAggregation) -> LossAggregation | None:
+    """MTP's ``mode`` with the other options of the main loss; None: as the main loss."""
     if mode == "same":
-        return MTPAggregation()
+        return None
     unset: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
-    of_mtp = replace(aggregation, mode=mode, **unset)
-    return MTPAggregation(of_mtp)
+    return replace(aggregation, mode=mode, **unset)
 
 
-def _evaluates(evaluation: str | None, in_training_loop: bool) -> bool:
-    """Whether forward-only calls are aggregated; other loops may make them without a loss."""
-    return in_training_loop if evaluation is None else evaluation == "same"
-
-
-def _split_of_megatron(args: Any) -> str | None:
-    """The split that Megatron's flags tell, as its ``get_batch`` chooses it; None: the default."""
-    over_whole_pack = getattr(args, "dataloader_inter_document_masking", False)
-    return "zigzag_pack" if over_whole_pack and not getattr(args, "sft", False) else None
+def _megatron_split(args: Any) -> str | None:
+    """The split of Megatron's ``get_batch`` under its flags; None: the default."""
+    covers_pack = getattr(args, "dataloader_inter_document_masking", False)
+    return "zigzag_pack" if covers_pack and not getattr(args, "sft", False) else None
 
 
 def install(
     prepare_parser: Callable[[Any], Any] = flags.add_arguments,
     make_hook: MakeHook = hook_from_args,
     watch_exit: bool = True,
-    launcher: Effect | None = None,
+    launcher: FlagUse | None = None,
 ) -> Callable[[], None]:
     """Hook the schedule and the optimizers of every loop on Megatron-Core in this process.
 
@@ -122,8 +146,8 @@ def install(
         make_hook: called once for Megatron's own training loop, before the model is built, and
             once for each model of other loops.
         watch_exit: end the process with code 2 if the flags have had no effect when it exits.
-        launcher: the effect of the flags, as the launcher follows it. Flags that make no hook then
-            end the script with one line and exit code 2 in place of a traceback.
+        launcher: the launcher's record of the flags and their use. Flags that make no hook then end
+            the script with one line and exit code 2 in place of a traceback.
 
     Returns:
         ``uninstall``, which restores every function and the command line, but not in loops that
@@ -131,36 +155,36 @@ def install(
 
     Raises:
         AggregationError: bad flags; raised before Megatron is imported.
-        HostError: as `replacements`.
+        HostError: as in `replacements`.
     """
-    effect = launcher or Effect(sys.argv[1:])
-    hook_from_args(argparse.Namespace(**effect.values))
+    use = launcher or FlagUse(sys.argv[1:])
+    hook_from_args(argparse.Namespace(**use.values))
     table = replacements()
     if any(hasattr(getattr(row.holder, row.name), STOCK) for row in table):
         return lambda: None
-    plugin = Plugin(effect, prepare_parser, make_hook, exits=launcher is not None)
+    plugin = Plugin(use, prepare_parser, make_hook, exit_on_error=launcher is not None)
     undo = contextlib.ExitStack()
-    for holder, name, ours in table:
-        megatrons = getattr(holder, name)
-        setattr(holder, name, _replacing(megatrons, functools.partial(ours, plugin)))
-        undo.callback(setattr, holder, name, megatrons)
-    undo.callback(register_optimizer_step_pre_hook(effect.check_before_torch_step).remove)
+    for holder, name, method in table:
+        original = getattr(holder, name)
+        setattr(holder, name, _replacement(original, functools.partial(method, plugin)))
+        undo.callback(setattr, holder, name, original)
+    undo.callback(register_optimizer_step_pre_hook(use.check_before_torch_step).remove)
     undo.callback(setattr, sys, "argv", sys.argv)
-    sys.argv = [*sys.argv[:1], *effect.other_arguments]
+    sys.argv = [*sys.argv[:1], *use.other_arguments]
     if watch_exit:
-        atexit.register(effect.fail_at_exit)
-        undo.callback(atexit.unregister, effect.fail_at_exit)
+        atexit.register(use.fail_at_exit)
+        undo.callback(atexit.unregister, use.fail_at_exit)
     return undo.close
 
 
-def _replacing(megatrons: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A function in place of ``megatrons`` that calls ``ours`` with it and its arguments."""
+def _replacement(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in place of ``original`` that calls ``method`` with it and its arguments."""
 
-    @functools.wraps(megatrons)
+    @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return ours(megatrons, *args, **kwargs)
+        return method(original, *args, **kwargs)
 
-    setattr(function, STOCK, (function, megatrons))
+    setattr(function, STOCK, (function, original))
     return function
 
 
@@ -168,24 +192,24 @@ class Plugin:
     """The functions that replace Megatron's; each gets Megatron's function and its arguments.
 
     Args:
-        effect: notes the effect of the flags.
+        use: records the use of the flags.
         prepare_parser: see `install`.
         make_hook: see `install`.
-        exits: whether flags that make no hook end the process with one line and exit code 2.
+        exit_on_error: flags that make no hook end the process with one line and exit code 2.
     """
 
     def __init__(
         self,
-        effect: Effect,
+        use: FlagUse,
         prepare_parser: Callable[[Any], Any],
         make_hook: MakeHook,
-        exits: bool,
+        exit_on_error: bool,
     ) -> None:
-        self._effect = effect
+        self._use = use
         self._prepare_parser = prepare_parser
         self._make_hook = make_hook
-        self._exits = exits
-        self._hooked_in_megatrons_loop: Callable[[Schedule], Schedule] | None = None
+        self._exit_on_error = exit_on_error
+        self._hooked_in_training_loop: Callable[[Schedule], Schedule] | None = None
         # A hook checks and measures the first step of one model.
         self._hooked_by_model: WeakKeyDictionary[Any, Callable[[Schedule], Schedule]]
         self._hooked_by_model = WeakKeyDictionary()
@@ -196,40 +220,37 @@ class Plugin:
         Without ``--loss-aggregation`` it returns the schedule as it is.
         """
         args = megatron_args()
-        vars(args).update(self._effect.values)  # a YAML file may have replaced the command line
+        vars(args).update(self._use.values)  # a YAML file may have replaced the command line
         try:
             hook = self._make_hook(args, in_training_loop)
         except AggregationError as error:
-            if not self._exits:
+            if not self._exit_on_error:
                 raise
             sys.exit(refuse(error))
 
         @functools.cache
         def hooked(schedule: Schedule) -> Schedule:
-            if hook is None:
-                return schedule
-            aggregated = hook.wrap(schedule)
-            return self._effect.noting(hook, aggregated)
+            return schedule if hook is None else self._use.recorded(hook, hook.wrap(schedule))
 
         return hooked
 
     def run_schedule(self, schedule: Schedule, **arguments: Any) -> Any:
-        """Runs the schedule of a loop that is not Megatron's own, whose every model has a hook."""
+        """Runs the schedule of a loop that is not Megatron's own; each of its models has a hook."""
         first_chunk = model_chunks(arguments["model"])[0]
         if first_chunk not in self._hooked_by_model:
             self._hooked_by_model[first_chunk] = self._new_hook(in_training_loop=False)
         return self._hooked_by_model[first_chunk](schedule)(**arguments)
 
     def make_optimizer(self, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._effect.has_megatron_optimizer = True
+        self._use.has_megatron_optimizer = True
         init(*args, **kwargs)
 
     def step_optimizer(
         self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """For an empty step, returns as Megatron's optimizers do on overflow."""
-        self._effect.check_before_step(optimizer)
-        if self._effect.skips_optimizer:
+        self._use.check_before_step(optimizer)
+        if self._use.skips_optimizer:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
         return step(optimizer, *args, **kwargs)
 
@@ -246,7 +267,7 @@ class Plugin:
 
     def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
         parser = self._prepare_parser(add_megatron_arguments(parser))
-        parser.set_defaults(**self._effect.values)
+        parser.set_defaults(**self._use.values)
         return parser
 
     def set_up_model(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -254,18 +275,18 @@ class Plugin:
 
         Megatron makes another model in the same process after a fault (--inprocess-restart).
         """
-        self._hooked_in_megatrons_loop = self._new_hook(in_training_loop=True)
+        self._hooked_in_training_loop = self._new_hook(in_training_loop=True)
         return setup(*args, **kwargs)
 
     def wrap_data_iterator(self, wrap: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Lets ids of samples through Megatron's packing schedulers, if the flags are given."""
-        return (with_ids(wrap) if self._effect.mode else wrap)(*args, **kwargs)
+        return (with_ids(wrap) if self._use.mode else wrap)(*args, **kwargs)
 
     def get_schedule(self, get: Callable[..., Schedule], *args: Any, **kwargs: Any) -> Schedule:
-        """Returns the schedule of Megatron's own loop, whose models all have one hook."""
-        if self._hooked_in_megatrons_loop is None:
-            self._hooked_in_megatrons_loop = self._new_hook(in_training_loop=True)
-        return self._hooked_in_megatrons_loop(get(*args, **kwargs))
+        """Returns the schedule of Megatron's own loop; all of its models have one hook."""
+        if self._hooked_in_training_loop is None:
+            self._hooked_in_training_loop = self._new_hook(in_training_loop=True)
+        return self._hooked_in_training_loop(get(*args, **kwargs))
 
 
 class Replacement(NamedTuple):
@@ -273,11 +294,11 @@ class Replacement(NamedTuple):
 
     holder: Any  # a module or class of Megatron
     name: str  # of its public function
-    ours: Callable[..., Any]  # the method of `Plugin` in its place
+    method: Callable[..., Any]  # of `Plugin`, in its place
 
 
 def replacements() -> list[Replacement]:
-    """The functions of Megatron that `install` replaces, and by which of ours.
+    """The functions of Megatron that `install` replaces, each with ours.
 
     Without `megatron.training`, whose scripts will say why they need it, there are fewer.
 

@@ -1,7 +1,7 @@
 """Prompt ids of Megatron's ``--sft`` data, from a field of its lines of JSON.
 
-A line is one pack, of one conversation or several; each begins with a system message. The field
-holds the id of all of them, an int or a string, or a list with one for each. Every token gets the id
+A line is one pack of one or several conversations; each begins with a system message. The field
+holds one id for all of them, an int or a string, or a list of one for each. Every token gets the id
 of its conversation, so that ids go wherever Megatron puts the tokens; they are read at the first
 token of each conversation.
 """
@@ -21,8 +21,8 @@ from megatron_loss_agg.mcore import read_batch
 from megatron_loss_agg.microbatch import Microbatch, ids_from
 
 FLAG = "--loss-aggregation-sft-prompt-field"
-_KEY = "prompt_id_of_token"
-"""No key of samples, so that `with_ids` does not take the first tokens' ids for those of samples."""
+_KEY = "token_prompt_id"
+"""Not named "*_ids", so that `with_ids` does not mistake it for ids of samples."""
 
 
 def check_flag(args: Any, batch_function: str | None) -> None:
@@ -70,13 +70,13 @@ def with_prompt_ids(
             f"the field {field!r} must hold an id, or a list of one for each of the {conversations} "
             f"conversations, got {len(ids)} in {where}. Correct it, or change {FLAG}."
         )
-    return {**item, _KEY: _ids_of_tokens(ids, item["cu_seqlens"], where)}
+    return {**item, _KEY: _token_ids(ids, item["cu_seqlens"], where)}
 
 
-def _ids_of_tokens(ids: Tensor, cu_seqlens: Tensor, where: str) -> Tensor:
-    """int64 [tokens], from ids of conversations, of which the last ones may be cut off."""
+def _token_ids(ids: Tensor, cu_seqlens: Tensor, where: str) -> Tensor:
+    """int64 [tokens], from the ids of all conversations; Megatron may have cut off the last ones."""
     offsets = cu_seqlens.tolist()
-    end = offsets[-1]  # repeated to a length that is the same for all packs
+    end = offsets[-1]  # repeated, so that the offsets of all packs have one length
     lengths = [b - a for a, b in pairwise(offsets[: offsets.index(end) + 1])]
     if 0 in lengths:
         raise DataError(
@@ -87,10 +87,10 @@ def _ids_of_tokens(ids: Tensor, cu_seqlens: Tensor, where: str) -> Tensor:
 
 
 def read_conversations(batch: Any) -> Microbatch:
-    """As `read_batch`, with the prompt ids of `with_prompt_ids`.
+    """`read_batch` with the prompt ids of `with_prompt_ids`.
 
     Raises:
-        DataError: the batch has none, or as `read_batch`.
+        DataError: the batch has none, or as in `read_batch`.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get(_KEY), Tensor):
         raise DataError(

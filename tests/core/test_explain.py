@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import itertools
 import json
 import re
 import sys
@@ -16,8 +13,7 @@ import pytest
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.__main__ import main
 from megatron_loss_agg.describe import formula  # as doctor prints it, before a step is counted
-from megatron_loss_agg.explain import samples
-from megatron_loss_agg.explain.samples import LISTS as UNIT_OF
+from megatron_loss_agg.explain.samples import LISTS
 
 GUIDE = (Path(__file__).parents[2] / "docs/explain.md").read_text(encoding="utf-8")
 # Samples of 10, 1000 and 40 tokens, M = 1050 and N = 3; the first two are of one prompt, one
@@ -28,7 +24,6 @@ STEP += ["--datasets", "x,x,y", "--microbatches", "0,0,1", "--levels", "prompt,s
 STEP += ["--divisor", "100"]
 
 UNITS = ("rollout", "prompt", "dataset", "microbatch")
-LISTS = {unit: option for option, unit in UNIT_OF.items()}
 # The formula of each mode, and the weight of a token of each sample.
 MODES = {
     "token_mean": ("m_t / 1050", [1 / 1050] * 3),
@@ -119,10 +114,10 @@ MANY = [
 ]
 QUARTERS = {
     # Sums of tokens over 300, a quarter of the samples, and 300 / (25 * M_s) at the ends.
-    "1 to 6 6": ["7 25", "1 2 to 12"],
-    "7 to 12 6": ["19 25", "1 1 to 1.71"],
-    "13 to 18 6": ["31 25", "1 0.667 to 0.923"],
-    "19 to 24 6": ["43 25", "1 0.5 to 0.632"],
+    "6 1 to 6": ["7 25", "1 2 to 12"],
+    "6 7 to 12": ["19 25", "1 1 to 1.714"],
+    "6 13 to 18": ["31 25", "1 0.6667 to 0.9231"],
+    "6 19 to 24": ["43 25", "1 0.5 to 0.6316"],
 }
 
 
@@ -130,7 +125,7 @@ def test_many_samples_are_shown_by_quarters(capsys):
     lines = [" ".join(line.split()) for line in printed(capsys, *MANY).splitlines()]
     expected = [f"{ends} {row[k]}" for k in (0, 1) for ends, row in QUARTERS.items()]
     assert [line for line in lines if line in expected] == expected
-    assert "25 samples, 1 of them without loss tokens; --csv FILE has a line for each" in lines
+    assert "25 samples, 1 of them without loss tokens; --json has each" in lines
     assert len(lines) < 20
     few = printed(capsys, "--lengths", ",".join(["1"] * 20))
     assert "\n    19       1 " in few and "quarter" not in few
@@ -142,7 +137,7 @@ def test_many_samples_are_shown_by_quarters(capsys):
 def test_tables_fit_into_the_terminal(capsys, tmp_path, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     many = [f"{i % 7 + i * 100}" for i in range(25)]
-    groups = (arg for name in UNITS for arg in (f"--{LISTS[name]}", ",".join(many)))
+    groups = (arg for name in LISTS for arg in (f"--{name}", ",".join(many)))
     for step in (STEP, ["--lengths", ",".join(many), *groups, "--levels=prompt,sample"]):
         out = printed(capsys, *step, "--divisor", "1")
         tables = [line for line in out.splitlines() if not re.search(r"^[A-Z]|[:;] | \* ", line)]
@@ -154,81 +149,57 @@ def test_tables_fit_into_the_terminal(capsys, tmp_path, monkeypatch, columns):
     assert max(map(len, lines)) <= max(columns, 80)
 
 
-def lines_of(path: str) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_a_file_has_a_line_for_each_mode_and_sample(capsys, tmp_path):
-    path = str(tmp_path / "out.csv")
-    as_json = modes_of(capsys, *STEP)
-    assert main(["explain", *STEP, "--csv", path]) == 0
-    assert capsys.readouterr().err == f"written: {path}\n"
-    lines = lines_of(path)
-    assert [line["mode"] for line in lines] == [mode for mode in as_json for _ in LENGTHS]
-    assert [line["prompt"] for line in lines[:3]] == ["a", "a", "b"]
-    for mode, row in as_json.items():
-        of_mode = [line for line in lines if line["mode"] == mode]
-        for name in ("share", "weight_per_token", "relative_to_token_mean"):
-            assert [float(line[name]) for line in of_mode] == row[name]
-
-
-def test_a_file_has_a_line_for_each_run_and_sample(capsys, tmp_path):
-    path = str(tmp_path / "out.csv")
-    rows = write(tmp_path / "rows.txt", *FOUR, 0, 0, 2, 2)
-    assert main(["explain", "--data", rows, "--csv", path, *RUN]) == 0
-    capsys.readouterr()
-    lines = lines_of(path)
-    assert [line["run"] for line in lines] == ["stock"] * 8 + ["--micro-batch-size 4"] * 8
-    assert [line["step"] for line in lines[:8]] == [*"11112222"]
-    assert [line["row"] for line in lines[:8]] == [*"12345678"]
-    # 16 / (2 * 4) and 16 / (2 * 12); in the second step 4 / (2 * 4), and a part without a token.
-    assert [line["least"] for line in lines[:8]] == ["2.0"] * 2 + [str(16 / 24)] * 2 + ["", ""] + [
-        "0.5"
-    ] * 2
-    sums = [float(line["sum_of_weights"]) for line in lines]
-    assert sums[:2] == [1 / 8, 3 / 8] and sum(sums[:4]) == pytest.approx(1, rel=1e-14)
-    assert sum(sums[4:8]) == pytest.approx(0.5, rel=1e-14)
-    assert sum(sums[12:]) == pytest.approx(1, rel=1e-14)
-
-
-def test_curves_in_one_place_have_one_name_and_others_look_different(monkeypatch, tmp_path):
+def test_curves_in_one_place_have_one_name_and_a_name_has_one_look(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     seen = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, _, **__: seen.extend(figure.axes))
-    step = ["--lengths", "1,10,100", "--divisor", "2.5", "--prompts", "0,0,1"]
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: seen.extend(figure.axes))
+    step = ["--lengths", "1,10,0,100", "--divisor", "2.5", "--prompts", "0,0,0,1"]
     modes = "token_mean,sample_sum,constant,sum,sample_mean,trl/grpo,prompt_mean"
     assert main(["explain", *step, "--modes", modes, "--plot", "out.png"]) == 0
-    left, right = ([line.get_label() for line in axes.lines] for axes in seen)
-    assert set(right) == {
+    left, right = seen
+    assert [line.get_label() for line in right.lines] == [
         "token_mean = sample_sum = constant = sum",
         "sample_mean = trl/grpo",
         "prompt_mean",
-    }
-    assert len(left) == 6 and "sample_mean = trl/grpo" in left
-    for axes in seen:
-        looks = [
-            (x.get_color(), x.get_linestyle(), x.get_marker(), x.get_linewidth())
-            for x in axes.lines
-        ]
-        assert len({*looks}) == len(looks)
-    assert [seen[0].xaxis.get_major_formatter()(x, 0) for x in (30, 1000)] == ["30", "1,000"]
-    assert seen[1].yaxis.get_major_formatter()(6, 0) == "6 %"
+    ]
+    assert len(left.lines) == 6
+    looks = [
+        {x.get_label().split()[0]: (x.get_color(), x.get_marker()) for x in axes.lines}
+        for axes in seen
+    ]
+    assert len({*looks[0].values()}) == 6
+    assert looks[1].items() < looks[0].items()  # also in the other panel
+    (sample_mean,) = (x for x in right.lines if x.get_label().startswith("sample_mean"))
+    # Of four samples one is empty and not drawn; it counts.
+    assert [*sample_mean.get_xdata()] == [1, 10, 100]
+    assert [*sample_mean.get_ydata()] == pytest.approx([100 / 3] * 3)
     seen.clear()
     path = write(tmp_path / "lengths.txt", 0, 0, *FOUR)
     run = ["--against=--micro-batch-size 1", "--", "--micro-batch-size=2", "--global-batch-size=6"]
     assert main(["explain", "--data", path, "--plot", "out.png", *run]) == 0
-    left = seen[0]
     # Microbatches of 0, 4 and 12 tokens, then rows alone, which are sample_mean.
-    assert {line.get_label() for line in left.lines} == {
-        "stock (weights add up to 0.67)",
-        "stock with --micro-batch-size 1 (weights add up to 0.67) = sample_mean",
+    assert [line.get_label() for line in seen[0].lines] == [
+        "stock: this run",
+        "stock: --micro-batch-size 1 = sample_mean",
         "token_mean",
-    }
-    looks = [(x.get_color(), x.get_marker()) for x in left.lines]
-    assert len({*looks}) == len(looks)
+    ]
+
+
+def test_json_has_the_weights_of_every_sample_in_both_runs(capsys, tmp_path):
+    rows = write(tmp_path / "rows.txt", *FOUR, 0, 0, 2, 2)
+    numbers = json.loads(printed(capsys, "--data", rows, "--json", *RUN))
+    assert [list(sample.values()) for sample in numbers["samples"]] == [
+        [s // 4, s, tokens] for s, tokens in enumerate([*FOUR, 0, 0, 2, 2])
+    ]
+    # 16 / (2 * 4) and 16 / (2 * 12); in the second step 4 / (2 * 4), and a part without a token.
+    assert numbers["runs"].keys() == {"this run", "--micro-batch-size 4"}
+    stock, other = numbers["runs"].values()
+    assert stock["relative_to_token_mean"] == [2, 2, 16 / 24, 16 / 24, 0, 0, 0.5, 0.5]
+    assert other["relative_to_token_mean"] == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert (stock["empty_parts"], other["empty_parts"]) == (1 / 4, 0)
+    assert stock["sum_of_weights"] == pytest.approx((1 + 0.5) / 2, rel=1e-14)
 
 
 ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
@@ -266,7 +237,18 @@ BAD_ARGUMENTS = {
     "--jsonl no/such/file": (
         "OptionError: --jsonl must name a readable text file, got no/such/file "
     ),
-    "--jsonl no/such/file --prompts 1": "OptionError: --jsonl takes no --prompts, got both. Put ",
+    "--jsonl no/such/file --prompts 1": (
+        "OptionError: --prompts must stand beside another source than --jsonl, got both. Remove"
+    ),
+    "--lengths 1 --samples 1": "OptionError: --samples must stand beside another source than --leng",
+    f"--data --modes sum {ONE_ROW}": "OptionError: --modes must stand beside another source than --d",
+    "": "OptionError: explain must have one source of samples, got none. Give one of --lengths, ",
+    "--lengths 1 --jsonl x": (
+        "OptionError: explain must have one source of samples, got --lengths and --jsonl. Give "
+    ),
+    "--lengths 1 --plots x": (
+        "OptionError: the options of explain must be those of explain --help, got --plots. Correct "
+    ),
     f"--data no/such/file {ONE_ROW}": (
         "OptionError: --data must name a readable text file, got no/such/file "
     ),
@@ -280,25 +262,22 @@ BAD_ARGUMENTS = {
     ),
     "--data x --": "OptionError: explain --data must have the run's own flags after --, got none.",
     "--data x --micro-batch-size 2": (
-        "OptionError: options of explain --data must stand before -- and Megatron's flags after "
-        "it, got --micro-batch-size before it. Put -- in front "
+        "OptionError: the options of explain must be those of explain --help, got "
+        "--micro-batch-size. Correct it, or put -- in front of a run's own script and flags."
     ),
     "--data x --samples 3 -- --micro-batch-size 2 --global-batch-size 4": (
         "OptionError: --samples must be at least --global-batch-size, got 3 and 4. Raise "
     ),
-    "--chats x": "OptionError: --chats and --tokenizer must stand together, got --chats without",
+    "--chats x": "OptionError: --chats and --tokenizer must stand together, got no --tokenizer. Add",
     f"--data --tokenizer x {ONE_ROW} --seq-length 4": (
-        "OptionError: --chats and --tokenizer must stand together, got --tokenizer alone. Give "
+        "OptionError: --chats and --tokenizer must stand together, got no --chats. Add it."
     ),
-    "--chats x --tokenizer y --prompts 1": "OptionError: --chats takes no --prompts, got both. ",
+    "--chats x --tokenizer y --prompts 1": "OptionError: --prompts must stand beside another source",
     f"--data x --chats x --tokenizer y {ONE_ROW}": (
-        "OptionError: --data must have either a file of rows or --chats, got both. Drop x, or "
+        "OptionError: explain must have one source of samples, got --chats and --data. Give one of"
     ),
     f"--data --chats x --tokenizer y {ONE_ROW}": (
         "OptionError: --chats needs the length of a row, got --seq-length 0. Add --seq-length "
-    ),
-    "--lengths 1 --csv no/such/folder/out.csv": (
-        "OptionError: --csv must name a file that can be written, got no/such/folder/out.csv "
     ),
     f"--data x {ONE_ROW} --rampup-batch-size 1 1 9": (
         "OptionError: all steps must have the same size, got --rampup-batch-size. Drop it after --"
@@ -308,8 +287,7 @@ BAD_ARGUMENTS = {
 BAD_STEPS = {
     "{": "OptionError: every line must be a JSON value, got Expecting property name",
     "\n": (
-        "OptionError: --jsonl must name a file with a JSON object for each sample, got no line in "
-        "PATH. Write one."
+        "OptionError: a step must have samples, got a file without a line. Write a JSON object for"
     ),
     "[1]": f"{EITHER}[1] in PATH:1. ",
     '{"length": 1, "loss_mask": [1]}': EITHER,
@@ -317,7 +295,7 @@ BAD_STEPS = {
     '{"loss_mask": 1}': f"{NUMBERS}1 in PATH:1. ",
     '{"loss_mask": [1, -1]}': f"{NUMBERS}[1, -1] in PATH:1. ",
     '{"length": 3}\n{"length": 1, "prompt": 0}': (
-        "DataError: 'prompt' must be on every line of PATH or on none, got 1 of 2 lines without it."
+        "DataError: 'prompt' must be on every line or on none, got 1 of 2 lines without it. Add it."
     ),
 }
 BAD_RUNS = {
@@ -326,7 +304,9 @@ BAD_RUNS = {
     '{"loss_mask": [1], "cu_seqlens": "x"}': (
         "OptionError: cu_seqlens must be a list of ints, got x in PATH:1. Correct the line."
     ),
-    '{"loss_mask": [1], "cu_seqlens": [0.5]}': "OptionError: PATH:1: cu_seqlens must be int32 or i",
+    '{"loss_mask": [1], "cu_seqlens": [0.5]}': (
+        "OptionError: cu_seqlens must be a list of ints, got [0.5]"
+    ),
     "0": NO_TOKENS,
     "": NO_ROWS,
     "\xff": "OptionError: --data must name a readable text file, got PATH ",
@@ -365,7 +345,7 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch)
         assert str(path) in error
     data = ["--data", write(tmp_path / "lengths.txt", *FOUR), "--plot", str(tmp_path / "a.png")]
     assert main(["explain", *data, *RUN]) == 0
-    assert capsys.readouterr().err == f"drawn: {data[-1]}, of step 1\n"
+    assert capsys.readouterr().err == f"drawn: {data[-1]}\n"
     nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
     assert nothing.startswith("OptionError: --plot needs a sample with loss tokens, got none. ")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -400,22 +380,22 @@ ROWS = [
     {"loss_mask": [1, 1, 1, 1, 0.25, 0, 0, 0, 0, 0, 0, 0], "cu_seqlens": [0, 4, 12]},
     {"loss_mask": [0.25, 0.25, 0.25, 1, 1, 1, 1, 1]},
 ]
-# A run's flags; the formula, and weights of tokens beside token_mean, by the sample's loss tokens.
+# A run's flags; the formula, and weights of each sample's tokens beside token_mean.
 STOCK = {
     # 10 / (4 * 2) = 1.25 in parts of 2 tokens, 10 / (4 * 4) and 10 / (4 * 3) in others.
     "--micro-batch-size 1": (
         "(M_part * 4)",
-        ["0.25 1 1.25", "2 1 1.25", "4 1 1.25", "5.75 to 8 2 0.62 to 1.25"],
+        ["0 2 1.25", "1 8 0.62", "2 4 1.25", "3 0.25 1.25", "4 5.75 0.83 to 1.25"],
     ),
     # 6 and 4 tokens: 10 / (2 * 6) and 10 / (2 * 4); then 4.75 and 5.25, counted as 4 and 5.
     "--micro-batch-size 2": (
         "(M_part * 2)",
-        ["0.25 1 1.25", "2 1 0.83", "4 1 1.00 to 1.25", "5.75 to 8 2 0.83 to 1.25"],
+        ["0 2 0.83", "1 8 0.83 to 1.25", "2 4 1.00 to 1.25", "3 0.25 1.25", "4 5.75 1.00 to 1.25"],
     ),
     # 10 of 10 tokens, and 10 of 2 + 2 + 2 + 3 = 9.
     "--micro-batch-size 1 --calculate-per-token-loss": (
         "M_all",
-        ["0.25 1 1.11", "2 1 1.00", "4 1 1.11", "5.75 to 8 2 1.00 to 1.11"],
+        ["0 2 1.00", "1 8 1.00", "2 4 1.11", "3 0.25 1.11", "4 5.75 1.11"],
     ),
 }
 
@@ -438,9 +418,8 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
     out = printed(capsys, "--data", path, "--", *run)
     assert out.startswith("Stock Megatron gives a token 0.50 times its weight in token_mean.\n")
     assert "\nIts weights add up to 0.50 in a step, where those of a mean add up to 1:\n" in out
-    assert "\n          0.50       50.0 %  this run\n" in out
-    assert "\n          1.00        0.0 %  with --micro-batch-size 2\n" in out
-    assert "token_mean: w_t = m_t / 4 in step 2\n" in out
+    assert "\n            this run            0.50       50.0 %\n" in out
+    assert "\n--micro-batch-size 2            1.00        0.0 %\n" in out
     assert "with --micro-batch-size 2:\n0.0 % of the weight moves to other" in out
 
 
@@ -453,24 +432,6 @@ def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path
     ):
         out = printed(capsys, "--data", path, f"--against=--{against}", *run)
         assert f"Every mode of --loss-aggregation{exception}\ngives a token the same weight" in out
-
-
-def test_a_bar_shows_on_a_terminal_while_reading_takes_long(capsys, tmp_path, monkeypatch):
-    path = write(tmp_path / "lengths.txt", *FOUR, *FOUR)
-    step = write(tmp_path / "step.jsonl", *({"length": n} for n in FOUR))
-    args = ["--data", path, "--samples", "8", *RUN]
-    out = printed(capsys, *args)
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert printed(capsys, *args) == out and terminal.getvalue() == ""  # too short
-    monkeypatch.setattr(samples.time, "monotonic", itertools.count().__next__)
-    assert printed(capsys, *args) == out
-    shown = terminal.getvalue()
-    assert f"\r[{'#' * 15}{' ' * 15}] 4 rows read\r" in shown
-    assert shown.endswith(f"[{'#' * 30}] 8 rows read\r{' ' * 44}\r")
-    printed(capsys, "--jsonl", step)
-    assert "\r4 rows read\r" in terminal.getvalue()
 
 
 def test_the_formula_without_numbers_is_that_of_the_docstring():

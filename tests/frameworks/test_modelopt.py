@@ -66,8 +66,8 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor, model: Any, means: bool)
     return losses["kd_loss"], tokens, {"lm loss": report}
 
 
-def masked_sum(mask: Tensor, given: Any) -> Tensor:
-    losses, is_part, _ = given if isinstance(given, tuple) else (given, False, False)
+def masked_sum(mask: Tensor, results: Any) -> Tensor:
+    losses, is_part, _ = results if isinstance(results, tuple) else (results, False, False)
     total = (losses.reshape(-1) * mask.reshape(-1)).sum()
     if is_part:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -101,7 +101,7 @@ REFUSED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def seen(name: str) -> tuple[dict[str, float], list[Any]]:
+def results(name: str) -> tuple[dict[str, float], list[Any]]:
     """The expected results of the exact step, and those of all ranks."""
     topology = TOPOLOGIES[name]
     whole, numbers = expected(topology.data_parallel_size, name == "dp1")
@@ -109,21 +109,21 @@ def seen(name: str) -> tuple[dict[str, float], list[Any]]:
 
 
 def on_host(name: str, whole: Gradient) -> tuple[list[Any], list[str | None]]:
-    """The gradient's error and what is reported, by per-token flag; and what is refused."""
-    topology, (layout, settings), found = TOPOLOGIES[name], STEPS[name], []
+    """The gradient's error and the reports, by per-token flag; and the refusals."""
+    topology, (layout, settings), steps = TOPOLOGIES[name], STEPS[name], []
     for per_token in (False, True):
         parameters, reports = one_step(topology, layout, per_token, **settings)
         got = {key: p.main_grad for key, p in parameters.items()}
         parts = {key: gradients.part_of(whole[key], p) for key, p in parameters.items()}
         numbers = {key: gpt.reported(reports, key) for key in sorted(reports[0])}
-        found.append((relative_error(got, parts), numbers))
+        steps.append((relative_error(got, parts), numbers))
     refused = REFUSED.get(name, {}).values()
-    return found, [error_of(one_step, topology, "bshd", False, **settings) for settings in refused]
+    return steps, [error_of(one_step, topology, "bshd", False, **settings) for settings in refused]
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_loss_on_logits_is_exact(name: str) -> None:
-    numbers, ranks = seen(name)
+    numbers, ranks = results(name)
     wanted = {key: numbers[key] for key in ("kd loss", "loss", f"{MODE} loss", "lm loss")}
     for steps, _ in ranks:
         for error, reported in steps:
@@ -133,7 +133,7 @@ def test_the_loss_on_logits_is_exact(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_weighted_sum_of_tokens_is_refused(name: str) -> None:
-    for _, said in seen(name)[1]:
-        for error, words in zip(said, REFUSED[name], strict=True):
+    for _, errors in results(name)[1]:
+        for error, words in zip(errors, REFUSED[name], strict=True):
             assert error is not None and error.startswith("HostError: ")
             assert words in error, error

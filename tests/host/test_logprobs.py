@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.grpo import logprobs
 from megatron_loss_agg import weighted_sum
-from megatron_loss_agg.mcore import logprobs
 from tests.host.harness import error_of, on_ranks_of
 
 SEQ, BATCH, VOCAB = 19, 2, 12  # 38 tokens: chunks of them are unequal
@@ -37,7 +37,7 @@ def data(kind: str = "normal") -> tuple[Tensor, Tensor, Tensor]:
     return logits, labels, pulls
 
 
-def part_of_rank(logits: Tensor) -> Tensor:
+def rank_part(logits: Tensor) -> Tensor:
     return logits.chunk(2, dim=-1)[dist.get_rank()].clone()
 
 
@@ -57,9 +57,9 @@ def differences(kind: str, temperature: float, transposed: bool) -> list[tuple[f
         (lambda x: [ENTROPY(x, temperature)], slice(1, 2)),
         (lambda x: BOTH(x, labels, temperature), slice(2)),
     ]
-    found = []
+    differences = []
     for call, which in calls:
-        shard = part_of_rank(logits.detach())
+        shard = rank_part(logits.detach())
         leaf = (shard.transpose(0, 1).contiguous() if transposed else shard).requires_grad_()
         ours = call(leaf.transpose(0, 1) if transposed else leaf)
         (gradient,) = torch.autograd.grad(ours, leaf, pulls[which].unbind())
@@ -67,9 +67,9 @@ def differences(kind: str, temperature: float, transposed: bool) -> list[tuple[f
         wanted = torch.autograd.grad(
             values[which], logits, pulls[which].unbind(), retain_graph=True
         )
-        pairs = zip((*ours, gradient), (*values[which], part_of_rank(wanted[0])), strict=True)
-        found += [(float((x - y).norm()), float(y.norm())) for x, y in pairs]
-    return found
+        pairs = zip((*ours, gradient), (*values[which], rank_part(wanted[0])), strict=True)
+        differences += [(float((x - y).norm()), float(y.norm())) for x, y in pairs]
+    return differences
 
 
 @on_ranks_of("tp2")
@@ -88,7 +88,7 @@ def test_log_probabilities_are_megatrons_to_the_bit(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         results = []
         for function, sign in ((vocab_parallel_cross_entropy, -1), (LOG_PROBS, 1)):
-            leaf = part_of_rank(logits).to(dtype).requires_grad_()
+            leaf = rank_part(logits).to(dtype).requires_grad_()
             value = sign * function(leaf * 1, labels)
             results.append((value.detach(), *torch.autograd.grad(value, leaf, pulls[0].float())))
         (theirs, their_gradient), (ours, our_gradient) = results
@@ -100,7 +100,7 @@ def test_log_probabilities_are_megatrons_to_the_bit(name: str) -> None:
 def test_nothing_is_overwritten_and_two_calls_on_the_same_logits_are_right(name: str) -> None:
     logits, labels, (pulls, _) = data()
     for dtype in (torch.float32, torch.bfloat16, F64):
-        before = part_of_rank(logits).to(dtype)
+        before = rank_part(logits).to(dtype)
         leaf = before.clone().requires_grad_()
         same = leaf * 1
         values, (again, entropy) = LOG_PROBS(same, labels), BOTH(same, labels)
@@ -118,11 +118,11 @@ def test_nothing_is_overwritten_and_two_calls_on_the_same_logits_are_right(name:
 def test_in_inference_mode_values_are_the_same(name: str) -> None:
     logits, labels, _ = data()
     expected = [x.float() for x in plain(logits, labels, 1.0)]
-    shard = part_of_rank(logits).float()
+    shard = rank_part(logits).float()
     with torch.inference_mode():
         for x in (shard, shard.clone(), shard * 1):  # the last two are inference tensors
-            found = [LOG_PROBS(x, labels), ENTROPY(x)]
-            torch.testing.assert_close(found, expected)
+            values = [LOG_PROBS(x, labels), ENTROPY(x)]
+            torch.testing.assert_close(values, expected)
             torch.testing.assert_close([*BOTH(x, labels)], expected)
 
 
@@ -165,9 +165,9 @@ def test_gathered_logits_are_refused_on_all_ranks(name: str) -> None:
 @on_ranks_of("tp2")
 def test_shards_that_are_alike_for_some_tokens_are_not_refused(name: str) -> None:
     logits, labels, _ = data()
-    alike = part_of_rank(logits)
-    alike[1:] = logits[1:, :, : VOCAB // 2]  # all tokens but the first row's
-    for shard in (alike, torch.zeros_like(alike), alike[:0]):  # zeros: of a new output layer
+    gathered = rank_part(logits)
+    gathered[1:] = logits[1:, :, : VOCAB // 2]  # all tokens but the first row's
+    for shard in (gathered, torch.zeros_like(gathered), gathered[:0]):  # zeros: a new output layer
         whole = [torch.empty_like(shard) for _ in range(2)]
         dist.all_gather(whole, shard)
         y = labels[: len(shard)]
@@ -192,11 +192,11 @@ def test_tokens_of_weight_0_may_hold_anything(name: str) -> None:
     w, labels = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64)
     rows = [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf], [0.0, 0.0]]
     # Of log p = log 1/2: [1 - 1/2, -1/2]; the entropy is at its maximum.
-    of_log_p, of_entropy = [0.0] * 6 + [0.5, -0.5], [0.0] * 8
+    log_prob_grad, entropy_grad = [0.0] * 6 + [0.5, -0.5], [0.0] * 8
     for function, gradient in (
-        (lambda x: LOG_PROBS(x, labels), of_log_p),
-        (ENTROPY, of_entropy),
-        (lambda x: sum(BOTH(x, labels)), of_log_p),
+        (lambda x: LOG_PROBS(x, labels), log_prob_grad),
+        (ENTROPY, entropy_grad),
+        (lambda x: sum(BOTH(x, labels)), log_prob_grad),
     ):
         leaf = torch.tensor(rows, requires_grad=True)
         total = weighted_sum(w, function(leaf * 1))
@@ -231,8 +231,8 @@ REFUSED = [
 
 @on_ranks_of("dp1")
 def test_refusals_say_what_to_change(name: str) -> None:
-    for given, text in REFUSED:
-        assert error_of(LOG_PROBS, *given) == f"OptionError: {text}"
+    for args, text in REFUSED:
+        assert error_of(LOG_PROBS, *args) == f"OptionError: {text}"
 
 
 @on_ranks_of("tp2")

@@ -7,9 +7,11 @@ has them; no release does.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -22,8 +24,16 @@ from megatron_loss_agg.mcore import LossHook, with_ids
 from tests.host import gpt, gradients
 from tests.host.harness import EXACT, PP2, TP2, error_of, run_host_ranks
 from tests.host.reference import Gradient, references
-from tests.host.steps import LENGTHS, PROMPTS, Sequence, aggregation, sequences, weights_of
+from tests.host.steps import (
+    LENGTHS,
+    PROMPTS,
+    aggregation,
+    sequences,
+    weights_of,
+    weights_with,
+)
 from tests.host.test_dynamic_cp import ALL, MULTIPLE, losses_of
+from tests.oracle import Sample
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
 pytestmark = pytest.mark.skipif(
@@ -32,19 +42,26 @@ pytestmark = pytest.mark.skipif(
 )
 
 MODES = (
-    *("token_mean", "sample_mean", "prompt_mean", "rollout_mean"),
+    *("token_mean", "sample_mean", "prompt_mean", "rollout_mean", "dataset_mean"),
     *("sample_sum", "constant", "sum", "custom"),
 )
 DYNAMIC, BALANCED = "default_dynamic_cp", "dp_balanced"
 
 
-def sample(sequence: Sequence) -> dict[str, Tensor]:
-    """As a data set of variable lengths gives it; padding is not zero."""
+def dataset_of(i: int) -> int:
+    """The data set of sample ``i``: the same for all samples of a rank's pack."""
+    return i % 2
+
+
+def sample(i: int) -> dict[str, Any]:
+    """An item of a blend of data sets of variable lengths; padding is not zero."""
+    sequence = sequences()[i]
     number = len(sequence.tokens)
     length = number + -number % MULTIPLE
     longer = partial(pad, pad=(0, length - number))
     mask = torch.tensor(sequence.sample.mask, dtype=torch.float32)
     return {
+        "dataset_id": np.int16(dataset_of(i)),  # as in Megatron's BlendedDataset
         "tokens": longer(sequence.tokens, value=3),
         "labels": longer(sequence.labels, value=5),
         "loss_mask": longer(mask),
@@ -56,9 +73,11 @@ def sample(sequence: Sequence) -> dict[str, Tensor]:
     }
 
 
-def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """As a data set of packs gives them, in a batch of one; with a place for a sample of no token."""
+def packed(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A collated batch of one pack, with a place for a sample without tokens."""
+    dataset_ids = torch.tensor([int(x.pop("dataset_id")) for x in samples])
     joined = {key: torch.cat([x[key] for x in samples]).unsqueeze(0) for key in samples[0]}
+    joined["dataset_id"] = dataset_ids[:1]
     lengths = joined.pop("padded_seq_len")[0]
     del joined["original_seq_len"]
     offsets = torch.tensor([0, 0, *lengths.tolist()]).cumsum(0).int()
@@ -117,10 +136,10 @@ def train(
     plain = configured(scheduler, per_rank)
     model = gpt.data_parallel(plain)
     ranks = parallel_state.get_data_parallel_world_size()
-    of_rank = [*range(len(LENGTHS))][gpt.data_rank() :: ranks]
+    indices = range(len(LENGTHS))[gpt.data_rank() :: ranks]
 
     def run(hook: LossHook, **options: Any) -> list[Any]:
-        samples = [sample(sequences()[i]) for i in of_rank]
+        samples = [sample(i) for i in indices]
         items = [packed(samples)] if packs else [[x] for x in samples]
         source = iter(items) if gpt.reads_data() else None
         wrap = with_ids(data_schedule.wrap_data_iterator)
@@ -134,8 +153,12 @@ def train(
         assert gradients.error(model, gradient) < EXACT, mode
         evaluated = run(hook, forward_only=True)
         if parallel_state.is_pipeline_last_stage():
-            for of_call in (reports, evaluated):
-                assert gpt.reported(of_call, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+            for call_reports in (reports, evaluated):
+                assert gpt.reported(call_reports, f"{mode} loss") == pytest.approx(loss, rel=1e-12)
+
+
+def in_dataset(i: int, _: tuple[int, ...]) -> Sample:
+    return replace(sequences()[i].sample, dataset=dataset_of(i))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +176,8 @@ def test_packs_of_megatrons_schedulers_are_exact(
     ranks: int, sizes: dict[str, int], scheduler: str, per_rank: int, packs: bool
 ) -> None:
     reference = references(losses_of)[""]
-    weights = {mode: weights_of(mode, ALL) for mode in MODES}
+    weights = {mode: weights_of(mode, ALL) for mode in MODES if mode != "dataset_mean"}
+    weights["dataset_mean"] = weights_with("dataset_mean", ALL, in_dataset)
     expected = {mode: (reference.gradient(w), reference.loss(w)) for mode, w in weights.items()}
     run_host_ranks(train, ranks, sizes, scheduler, per_rank, packs, expected)
 
@@ -168,7 +192,7 @@ def pack_by_flags() -> dict[str, Any]:
     for flags in ("", "--loss-aggregation prompt_mean"):
         sys.argv = ["script", *flags.split()]
         uninstall = install(watch_exit=False)
-        items = [[sample(sequences()[i])] for i in range(4)]
+        items = [[sample(i)] for i in range(4)]
         iterator, number, *_ = training.wrap_data_iterator(iter(items), config, 4)
         uninstall()
         packs = [next(iterator) for _ in range(number)]
@@ -181,7 +205,7 @@ def different_ids() -> list[str | None]:
     gpt.initialize()
     config = configured(BALANCED, 64).config
     wrap = with_ids(data_schedule.wrap_data_iterator)
-    first, second = (sample(sequences()[i]) for i in range(2))
+    first, second = (sample(i) for i in range(2))
     two = {**second, "prompt_ids": torch.tensor([1, 2])}
     del second["prompt_ids"]
     return [error_of(wrap, iter([[first], [x]]), config, 2) for x in (second, two)]

@@ -1,4 +1,4 @@
-"""Losses of experts' routers by the formula, under `aggregate_routers`: over the whole step.
+"""Losses of experts' routers by the formula, under `RouterLosses`: over the whole step.
 
 One fp64 process has the formula of each loss; on any layout and on both routes the gradient is that
 of the aggregated loss and of these together.
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from examples.extensions.routers import RouterLosses
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import aggregate_routers, read_batch
+from megatron_loss_agg.mcore import read_batch
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES, run_host_ranks
@@ -32,7 +33,11 @@ UNEQUAL = ((0, 1), (5,), (2, 3), (4, 6))
 EQUAL = ((0, 1), (5, 2), (3, 7), (4, 6))
 ONE, EQUAL_ONE = (UNEQUAL,), (EQUAL,)
 TWO, ONE_AND_THREE = (UNEQUAL[:2], UNEQUAL[2:]), (UNEQUAL[:1], UNEQUAL[1:])
-HOOK = {"wrappers": [aggregate_routers]}
+
+
+def router_hook(**options: Any) -> dict[str, Any]:
+    """Arguments of a hook with an extension of its own."""
+    return {"extensions": [RouterLosses()], **options}
 
 
 def eightfold(loss: Tensor) -> Tensor:
@@ -49,12 +54,12 @@ def step(layout: str, per_token: bool, places: Places = ONE, **more: Any) -> Cas
         "moe_z_loss_coeff": COEFFICIENTS["z_loss"],
         **more.pop("config", {}),
     }
-    given = {"hook": HOOK, "config": config, **more}
-    return Case("token_mean", layout=layout, per_token=per_token, places=places, **given)
+    options = {"hook": router_hook(), "config": config, **more}
+    return Case("token_mean", layout=layout, per_token=per_token, places=places, **options)
 
 
-def telling_padding(iterator: Any, model: Any) -> Any:
-    """As scripts that tell the routers which tokens are padding: those beyond a ``length``."""
+def with_padding_mask(iterator: Any, model: Any) -> Any:
+    """As scripts that call the model with a padding mask: tokens beyond a ``length``."""
     batch = gpt.received(iterator)
     tokens = gpt.layout_of(batch).shard(batch["tokens"])
     padding = gpt.positions_like(tokens) >= batch.get("length", tokens.shape[1])
@@ -67,19 +72,25 @@ def without_padding(batch: Batch) -> Microbatch:
     return dataclasses.replace(read_batch(batch), routed_tokens=batch["length"])
 
 
-def of_length(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
-    """One row, of which as much counts as its sample has in a pack."""
-    length = len(sequences()[of_mb[0]].tokens)
+def with_length(batch: Batch, indices: tuple[int, ...]) -> Batch:
+    """One row, and the length that its sample has in a pack."""
+    length = len(sequences()[indices[0]].tokens)
     return {**batch, "length": -(-length // MULTIPLE) * MULTIPLE}
 
 
-OF_PADDED = {
-    "config": {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [3.0]},
-    "hook": {**HOOK, "read_batch": without_padding},
-    "batch": of_length,
-    "step": telling_padding,
-}
-PADDED = [step("bshd", route, (((0,), (1,), (4,)),), **OF_PADDED) for route in (False, True)]
+def padded_step(per_token: bool) -> Case:
+    return step(
+        "bshd",
+        per_token,
+        places=(((0,), (1,), (4,)),),
+        config={"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": [3.0]},
+        hook=router_hook(read_batch=without_padding),
+        batch=with_length,
+        step=with_padding_mask,
+    )
+
+
+PADDED = [padded_step(per_token) for per_token in (False, True)]
 SCALED = {"config": {"grad_scale_func": eightfold}}
 CASES: dict[str, list[Case]] = {
     "dp1": [
@@ -129,14 +140,14 @@ def on_one_rank(
         with gpt.precision(model.config):
             model(ids, gpt.positions_like(ids), None, packed_seq_params=packed)
         tokens += ids.numel()
-        for router, given, of_layer in zip(routers, inputs, numbers, strict=True):
-            logits = given.transpose(0, 1) @ router.weight.T  # [rows, tokens, experts]
-            for kind, loss in losses_of_layer(logits, router.topk, of_layer).items():
+        for router, hidden, layer_numbers in zip(routers, inputs, numbers, strict=True):
+            logits = hidden.transpose(0, 1) @ router.weight.T  # [rows, tokens, experts]
+            for kind, loss in layer_losses(logits, router.topk, layer_numbers).items():
                 total[kind] = total[kind] + ids.numel() * loss
     return {kind: gradient_of(x / tokens, model) for kind, x in total.items()}
 
 
-def losses_of_layer(logits: Tensor, topk: int, numbers: list[Tensor]) -> dict[str, Tensor]:
+def layer_losses(logits: Tensor, topk: int, numbers: list[Tensor]) -> dict[str, Tensor]:
     """By kind: ``a_k`` of one layer; ``numbers`` gets another entry."""
     probabilities = logits.softmax(dim=-1)
     chosen = torch.zeros_like(logits).scatter(-1, logits.topk(topk, dim=-1).indices, 1.0)
@@ -144,10 +155,10 @@ def losses_of_layer(logits: Tensor, topk: int, numbers: list[Tensor]) -> dict[st
     numbers.append(chosen.flatten(0, 1).sum(dim=0))
     slots = len(flat) * topk
     rows = zip(probabilities, chosen, strict=True)
-    of_rows = [balance(p, c.mean(dim=0) / topk) for p, c in rows]
+    row_losses = [balance(p, c.mean(dim=0) / topk) for p, c in rows]
     return {
         "aux_loss": balance(flat, numbers[-1] / slots),
-        "seq_aux_loss": torch.stack(of_rows).mean(),
+        "seq_aux_loss": torch.stack(row_losses).mean(),
         # The mean of this microbatch and those before, over this microbatch's tokens.
         "global_aux_loss": balance(flat, torch.stack(numbers).mean(dim=0) / slots),
         "z_loss": logits.logsumexp(dim=-1).square().mean(),
@@ -160,8 +171,8 @@ def balance(probabilities: Tensor, fractions: Tensor) -> Tensor:
 
 
 def expected(case: Case, model: str) -> Expected:
-    layout = "thd" if case.batch is of_length else case.layout
-    of_kinds = formula(model, layout, sum(case.places, ()))
+    layout = "thd" if case.batch is with_length else case.layout
+    kind_gradients = formula(model, layout, sum(case.places, ()))
     kinds = [*case.config["moe_router_load_balancing_type"], "z_loss"]
     scale = 8.0 if "grad_scale_func" in case.config else 1.0
     weight = 1.0
@@ -169,7 +180,7 @@ def expected(case: Case, model: str) -> Expected:
         weight = {"thd": 84 / 50, "bshd": 456 / 50}[case.layout]
     gradient = {
         name: scale
-        * (g + weight * sum(COEFFICIENTS[kind] * of_kinds[kind][name] for kind in kinds))
+        * (g + weight * sum(COEFFICIENTS[kind] * kind_gradients[kind][name] for kind in kinds))
         for name, g in reference(model).gradient(case.weights).items()
     }
     return gradient, {}
@@ -202,17 +213,15 @@ def without_the_function(**arguments: Any) -> Any:
     return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
-def of_whole_length(batch: Batch, _: tuple[int, ...]) -> Batch:
-    """Nothing is said to be padding."""
+def with_whole_length(batch: Batch, _: tuple[int, ...]) -> Batch:
+    """No token is padding."""
     return {**batch, "length": batch["tokens"].numel()}
 
 
-def refused(
-    says: str, reads: Any = read_batch, topology: str = "dp2", on_rank: Any = (), **options: Any
-) -> Refusal:
-    hook = {"read_batch": reads, **HOOK}
-    way = {"hook": hook, "places": REFUSED_PLACES, "config": EXPERTS, **options}
-    return Refusal(says, Case("token_mean", **way), topology, dict(on_rank))
+def refused(says: str, reads: Any = read_batch, topology: str = "dp2", **options: Any) -> Refusal:
+    hook = router_hook(read_batch=reads)
+    options = {"hook": hook, "places": REFUSED_PLACES, "config": EXPERTS, **options}
+    return Refusal(says, Case("token_mean", **options), topology)
 
 
 ROWS = {
@@ -223,11 +232,10 @@ ROWS = {
     "without experts": refused(
         "HostError: needs a model with experts, got one without. Set --num-experts", config={}
     ),
-    # Who finds it says what it is; the other has heard of it.
+    # On one of two ranks alone.
     "of other tokens": refused(
-        "PeerError: routers of another rank saw other tokens",
+        "HostError: routers must see microbatches of the planned [ ... routed_tokens=",
         reads=one_more_token,
-        on_rank={1: "HostError: routers must see microbatches of the planned [ ... routed_tokens="},
     ),
     "that are not asked for": refused(
         "HostError: config.moe_grad_scale_func once in each of 2 forward passes ... got 0 calls",
@@ -235,14 +243,14 @@ ROWS = {
     ),
     "of unequal microbatches": refused(
         "HostError: over pipeline stages needs microbatches of one number of tokens ... got [ ... on"
-        " this data-parallel rank. Set --calculate-per-token-loss",
+        " a data-parallel rank. Set --calculate-per-token-loss",
         topology="pp2-dp2-distributed-overlap",
         layout="bshd",
     ),
     "of padding on parts": refused(
         "HostError: tokens, got [-1]. Give ... needs one tensor- and context-parallel rank",
         topology="cp2",
-        step=telling_padding,
+        step=with_padding_mask,
     ),
     "of padding that counts": refused(
         "HostError: routers must see microbatches of the planned [24] tokens, got [4, 20]. Give ..."
@@ -250,13 +258,13 @@ ROWS = {
         topology="dp1",
         layout="bshd",
         places=PADDED[0].places,
-        batch=of_length,
-        step=telling_padding,
+        batch=with_length,
+        step=with_padding_mask,
         after=dataclasses.replace(
             PADDED[0],
-            batch=of_whole_length,
+            batch=with_whole_length,
             config=EXPERTS,
-            hook={**HOOK, "read_batch": read_batch},
+            hook=router_hook(),
         ),
     ),
 }

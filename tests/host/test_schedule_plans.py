@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from examples.extensions.routers import RouterLosses
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.mcore.parts.routers import aggregate_routers
 from tests.host import gpt, gradients
 from tests.host.harness import (
     APART,
@@ -83,8 +83,8 @@ def train(topology: Topology, expected: dict[str, Gradient]) -> None:
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_schedule_of_plans_is_exact(name: str) -> None:
     topology = TOPOLOGIES[name]
-    of_model = reference(topology.model)
-    expected = {mode: of_model.gradient(weights_of(mode, PLACES[2])) for mode in MODES}
+    losses = reference(topology.model)
+    expected = {mode: losses.gradient(weights_of(mode, PLACES[2])) for mode in MODES}
     run_host_ranks(train, topology.world_size, topology, expected)
 
 
@@ -93,7 +93,7 @@ def refused(topology: Topology) -> list[str | None]:
     chunks, aggregated = chunks_of(topology), aggregation("prompt_mean")
     hooks = [
         LossHook(aggregated, read_batch=as_one_row),
-        LossHook(aggregated, wrappers=[aggregate_routers]),
+        LossHook(aggregated, extensions=[RouterLosses()]),
     ]
     step = {"forward_step_func": forward_step}
     return [
@@ -105,5 +105,4 @@ def refused(topology: Topology) -> list[str | None]:
 def test_its_packs_are_checked_and_losses_of_routers_refused() -> None:
     for packs, routers in run_host_ranks(refused, 2, TOPOLOGIES["ep2"]):
         assert "DataError: a batch of packed sequences must have 'cu_seqlens'" in str(packs)
-        assert "HostError: --loss-aggregation-moe whole" in str(routers)
-        assert "needs the model's own forward pass" in str(routers)
+        assert "HostError: RouterLosses needs the model's own forward pass" in str(routers)

@@ -7,12 +7,7 @@ import math
 import pytest
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.explain.stock import (
-    BatchFlags,
-    LossTokens,
-    stock_weights,
-    sums_of_weights,
-)
+from megatron_loss_agg.explain.stock import BatchFlags, Cells, StockRun
 from tests.host.cases import Case, assert_exact
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import Gradient, reference
@@ -31,25 +26,29 @@ def explained(case: Case, topology: Topology) -> tuple[Weights, list[float]]:
         for batch in microbatches
         for r in range(len(batch["loss_mask"]))
     ]
-    run = BatchFlags(
+    cp_size = topology.sizes.get("cp", 1)
+    flags = BatchFlags(
         micro_batch_size=len(rows) // len(microbatches),
         global_batch_size=len(rows),
-        context_parallel_size=topology.sizes.get("cp", 1),
+        context_parallel_size=cp_size,
         calculate_per_token_loss=case.per_token,
     )
-    tokens = LossTokens.of(rows, run, run._replace(context_parallel_size=1))
-    multiples = stock_weights(tokens, run, tokens.rank_C)
+    cells = Cells.read(rows, len(rows), {1, cp_size})
+    run = StockRun.weigh("", flags, cells)
+    places = zip(cells.sample_C.tolist(), cells.rank_C[cp_size].tolist(), strict=True)
+    all_tokens = float(cells.tokens_S.sum())
+    weight_at = dict(zip(places, (run.weight_C / all_tokens).tolist(), strict=True))
     order = [i for rank in case.places for of_mb in rank for i in of_mb]
-    all_tokens = float(tokens.tokens_S.sum())
     chosen, weights = sequences(case.masks), []
     for s, i in enumerate(order):
         mask = chosen[i].sample.mask
         width = len(rows[s].loss_mask[0]) if case.layout == "bshd" else -(-len(mask) // 4) * 4
-        of_rank = [float(x) / all_tokens for x in multiples[s]]
-        chunks = [t * 2 * len(of_rank) // width for t in range(len(mask))]
-        ranks = [min(chunk, 2 * len(of_rank) - 1 - chunk) for chunk in chunks]
-        weights.append((i, [m * of_rank[r] for m, r in zip(mask, ranks, strict=True)]))
-    return weights, sums_of_weights(tokens, multiples).tolist()
+        chunks = [t * 2 * cp_size // width for t in range(len(mask))]
+        ranks = [min(chunk, 2 * cp_size - 1 - chunk) for chunk in chunks]
+        # A rank without a token of the sample has no cell of it.
+        pairs = zip(mask, ranks, strict=True)
+        weights.append((i, [m * weight_at.get((s, rank), 0) for m, rank in pairs]))
+    return weights, run.sum_N.tolist()
 
 
 # Rows alone, two rows a microbatch, and packs.

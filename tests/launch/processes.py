@@ -34,7 +34,7 @@ def run(
     ranks: int = 1,
     starter: tuple[str, ...] = LAUNCHER,
 ) -> tuple[list[int], str]:
-    """Start ``script``, a path or its text; return each rank's exit code, and all that was said."""
+    """Start ``script``, a path or its text; return each rank's exit code, and the whole log."""
     if isinstance(script, str):
         (folder / "script.py").write_text(script)
         script = folder / "script.py"
@@ -89,8 +89,8 @@ def answer(line: str) -> Answer:
 def answers(lines: Sequence[str], with_megatron: bool = True) -> list[Answer]:
     """To several command lines, one after another in one process."""
     run = run_host_ranks if with_megatron else run_ranks
-    (found,) = run(_answers, 1, [*lines], with_megatron, initialized=False)
-    return list(found)
+    (results,) = run(_answers, 1, [*lines], with_megatron, initialized=False)
+    return list(results)
 
 
 def _answers(lines: list[str], with_megatron: bool) -> list[Answer]:

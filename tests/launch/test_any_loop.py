@@ -93,15 +93,15 @@ def loop(schedule: str = "get_forward_backward_func()", before: str = "") -> str
 
 
 class Run(NamedTuple):
-    """A script, how it is started, the exit code of every rank, and how often it says what."""
+    """A script, how it is started, the exit code of every rank, and its log."""
 
     script: str
     code: int
-    said: dict[str, int]
+    counts: dict[str, int]  # of lines in the log, by pattern
     flags: tuple[str, ...] = MODE
     ranks: int = 1
     starter: tuple[str, ...] = LAUNCHER
-    environment: str = ""  # flags that are there
+    environment: str = ""  # flags in the environment variable
 
 
 NO_EFFECT = "HostError: --loss-aggregation sample_mean has no effect: "
@@ -162,10 +162,10 @@ def test_flags_take_effect_in_any_loop_or_end_the_run(
 ) -> None:
     case = RUNS[name]
     monkeypatch.setenv(VARIABLE, case.environment)
-    codes, said = run(tmp_path, case.script, *case.flags, ranks=case.ranks, starter=case.starter)
-    assert codes == [case.code] * case.ranks, said[-3000:]
-    found = {text: len(re.findall(text, said, re.MULTILINE)) for text in case.said}
-    assert found == case.said, said[-3000:]
+    codes, log = run(tmp_path, case.script, *case.flags, ranks=case.ranks, starter=case.starter)
+    assert codes == [case.code] * case.ranks, log[-3000:]
+    counts = {text: len(re.findall(text, log, re.MULTILINE)) for text in case.counts}
+    assert counts == case.counts, log[-3000:]
 
 
 def test_a_patched_script_that_makes_no_step_fails_at_its_end(tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def on_nodes(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[in
         )
         for _ in range(nodes)
     ]
-    said = [launcher.communicate(timeout=300)[0] for launcher in launchers]
-    return [(launcher.returncode, text) for launcher, text in zip(launchers, said, strict=True)]
+    logs = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    return [(launcher.returncode, text) for launcher, text in zip(launchers, logs, strict=True)]
 
 
 def test_the_gradient_of_two_nodes_is_that_of_one(tmp_path: Path) -> None:
@@ -67,12 +67,12 @@ def test_the_gradient_of_two_nodes_is_that_of_one(tmp_path: Path) -> None:
     script.write_text(TRAINS)
     flags = [*flags_of("quickstart.sh"), "--train-iters", "5", "--eval-iters", "0"]
     for nodes in (1, 2):
-        for code, said in on_nodes(tmp_path, nodes, 2 // nodes, "--cpu", str(script), *flags):
-            assert code == 0, said[-4000:]
+        for code, log in on_nodes(tmp_path, nodes, 2 // nodes, "--cpu", str(script), *flags):
+            assert code == 0, log[-4000:]
     for rank in (0, 1):
-        of_one, of_two = (torch.load(tmp_path / f"{n}-nodes-{rank}.pt") for n in (1, 2))
-        assert len(of_one) > 5 and any(x.any() for x in of_one)
-        assert all(torch.equal(x, y) for x, y in zip(of_one, of_two, strict=True))
+        one_node, two_nodes = (torch.load(tmp_path / f"{n}-nodes-{rank}.pt") for n in (1, 2))
+        assert len(one_node) > 5 and any(x.any() for x in one_node)
+        assert all(torch.equal(x, y) for x, y in zip(one_node, two_nodes, strict=True))
 
 
 def test_a_rank_that_dies_ends_the_job_and_its_node_names_its_error(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_rank_that_dies_ends_the_job_and_its_node_names_its_error(tmp_path: Pa
     script.write_text(FAILS)
     ended = on_nodes(tmp_path, 2, 1, str(script), *MODE)
     assert [code for code, _ in ended] == [1, 1]
-    causes = [said.partition("Root Cause")[2] for _, said in ended]
+    causes = [log.partition("Root Cause")[2] for _, log in ended]
     (named,) = [cause for cause in causes if "DataError: bad mask" in cause]
     assert re.search(r"rank +: 1 ", named)
     assert re.search(r'script\.py", line \d+, in train$', named, re.MULTILINE)

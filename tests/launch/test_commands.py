@@ -1,4 +1,4 @@
-"""Command lines of the launcher and of ``doctor``, and what they answer."""
+"""Command lines of the launcher and of ``doctor``, and their answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.host.refusals import assert_says
 from tests.launch.processes import answer, answers
 
 FLAG = "--loss-aggregation"
-# The launcher's arguments, as `answer` takes them, and what is said of them, as `assert_says` does.
-# SCRIPT is a script; what its flags say is refused before it starts.
+# The launcher's arguments, as `answer` takes them, and the error, as `assert_says` takes it.
+# SCRIPT is a script, whose flags are refused before it starts.
 BAD_STARTS = {
     "--gpu script.py": "OptionError: SCRIPT must be a file, got '--gpu'. Write [--cpu] SCRIPT",
     "missing.py": "OptionError: SCRIPT must be a file, got 'missing.py'. Write",
@@ -39,9 +39,6 @@ BAD_STARTS = {
         "OptionError: @-mtp must be one of megatron, same, token_mean, sample_mean, rollout_mean, "
         "prompt_mean, dataset_mean, sample_sum, microbatch_mean, got 'host'. Change @-mtp."
     ),
-    "SCRIPT @ sum @-moe step": (
-        "OptionError: @-moe must be one of megatron, whole, got 'step'. Change @-moe."
-    ),
     "SCRIPT @ sum @-split zigzag-pack": (
         "OptionError: @-split must be one of zigzag, zigzag_pack, contiguous, got 'zigzag-pack'."
     ),
@@ -50,6 +47,10 @@ BAD_STARTS = {
         "OptionError: @-mask was removed: a mask that the model makes during its forward pass is "
         "not known before the step. Compute the mask in the data, or run a forward pass before "
         "the step, and remove @-mask."
+    ),
+    "SCRIPT @ sum @-moe whole": (
+        "OptionError: @-moe was removed: the losses of routers are an example of an extension. Write "
+        "@-extension examples.extensions.routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
     ),
     "@ sum @-factors key | SCRIPT": (
         "OptionError: @-factors was removed: a factor of each token belongs into the losses of a "
@@ -91,6 +92,15 @@ BAD_STARTS = {
     "SCRIPT @ nested_mean @-levels position,sample": (
         "OptionError: ['position'] ... of tokens ... @-batch"
     ),
+    "SCRIPT @ sum @-extension no_module:f": (
+        "OptionError: @-extension must be module:name of a function or class ... got 'no_module:f'"
+    ),
+    "SCRIPT @ sum @-extension builtins:dict": (
+        "OptionError: @-extension must make an Extension, got builtins:dict, which makes a dict."
+    ),
+    "SCRIPT @ sum @-mismatch ignore": (
+        "OptionError: @-mismatch must be one of stop, warn, got 'ignore'. Change @-mismatch."
+    ),
     "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch must be module:name of a function",
     "--cpu SCRIPT @ sum --cpu": (
         "OptionError: --cpu must stand before the script, got it behind examples/pretrain_gpt.py. Write "
@@ -102,25 +112,25 @@ USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
 
 def test_a_bad_start_ends_with_one_line_before_megatron_is_imported() -> None:
     starts = [start.replace("SCRIPT", "examples/pretrain_gpt.py") for start in BAD_STARTS]
-    for found, says in zip(answers(starts, with_megatron=False), BAD_STARTS.values(), strict=True):
-        (line,) = found.complained.splitlines()
-        assert (found.code, found.said) == (2, "")
+    for result, text in zip(answers(starts, with_megatron=False), BAD_STARTS.values(), strict=True):
+        (line,) = result.complained.splitlines()
+        assert (result.code, result.said) == (2, "")
         assert line.startswith("megatron_loss_agg: ")
-        assert_says(line.removeprefix("megatron_loss_agg: "), says.replace("@", FLAG))
-        # It says which flag to change.
+        assert_says(line.removeprefix("megatron_loss_agg: "), text.replace("@", FLAG))
+        # It names the flag to change.
         assert FLAG in line or "--cpu must" in line or "SCRIPT must be a file" in line
 
 
 def test_a_start_without_a_script_shows_the_usage() -> None:
-    for found, code in zip(answers([*USAGE], with_megatron=False), USAGE.values(), strict=True):
-        assert (found.code, found.complained) == (code, "")
-        assert found.said.startswith("usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT")
+    for result, code in zip(answers([*USAGE], with_megatron=False), USAGE.values(), strict=True):
+        assert (result.code, result.complained) == (code, "")
+        assert result.said.startswith("usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT")
         for flag in ("", "-divisor", "-empty", "-function", "-batch", "-empty-step", "-audit"):
-            assert f"{FLAG}{flag} " in found.said or f"{FLAG}{flag}]" in found.said
+            assert f"{FLAG}{flag} " in result.said or f"{FLAG}{flag}]" in result.said
 
 
 MODE = "@ prompt_mean"
-# Flags of a launch script, and what is found, as `assert_says` takes it.
+# Flags of a launch script, and the finding, as `assert_says` takes it.
 DOCTOR = {
     f"examples/pretrain_gpt.py --num-layers 2 {MODE}": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
@@ -149,7 +159,8 @@ DOCTOR = {
     # A module that lies beside the script.
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
     f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @-m",
-    "@ token_mean @-moe host": "FAIL: OptionError: @-moe must be one of megatron, whole, got",
+    "@ token_mean @-moe whole": "FAIL: OptionError: @-moe was removed: the losses of routers",
+    "@ token_mean @-extension examples.extensions.routers:RouterLosses": "OK: token_mean; w_t =",
     "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel needs",
 }
 
@@ -162,11 +173,11 @@ def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> N
     names = [line.split()[1] for line in checks]
     assert names[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "launcher"]
     assert checks[4].endswith("Megatron's schedules and optimizers, and of megatron.training")
-    for found, (script_flags, says) in zip(others, DOCTOR.items(), strict=True):
-        report = json.loads(found.said)
+    for result, (script_flags, text) in zip(others, DOCTOR.items(), strict=True):
+        report = json.loads(result.said)
         (last,) = (finding for finding in report["findings"] if finding["check"] == "flags")
-        assert_says(f"{last['level']}: {last['text']}", says.replace("@", FLAG))
-        assert report["ok"] == (not says.startswith("FAIL")) == (found.code == 0)
+        assert_says(f"{last['level']}: {last['text']}", text.replace("@", FLAG))
+        assert report["ok"] == (not text.startswith("FAIL")) == (result.code == 0)
         if "-sft-prompt-field" in script_flags:
             assert "the batches must have" not in last["text"]
 
@@ -179,9 +190,9 @@ def test_a_framework_that_is_not_there_is_named() -> None:
 
 
 def test_without_megatron_it_says_what_to_install() -> None:
-    (found,) = answers(["doctor --json -- @ token_mean"], with_megatron=False)
-    assert found.code == 1
-    by_check = {finding["check"]: finding for finding in json.loads(found.said)["findings"]}
+    (result,) = answers(["doctor --json -- @ token_mean"], with_megatron=False)
+    assert result.code == 1
+    by_check = {finding["check"]: finding for finding in json.loads(result.said)["findings"]}
     assert "launcher" not in by_check
     assert by_check["megatron-core"]["level"] == "FAIL"
     assert ". Run pip install megatron-core, or " in by_check["megatron-core"]["text"]
@@ -194,8 +205,9 @@ RELEASES |= {"0.20.0rc1": "WARN", "1.0.0": "WARN", "unknown": "FAIL"}
 
 def test_a_release_is_judged_by_its_number() -> None:
     found = {version: check_release(version, Path("/opt/megatron")) for version in RELEASES}
-    assert {version: finding.level for version, finding in found.items()} == RELEASES
-    assert all(x.text.startswith(f"{version} in /opt/megatron") for version, x in found.items())
+    assert {version: level for version, (level, _) in found.items()} == RELEASES
+    for version, (_, text) in found.items():
+        assert text.startswith(f"{version} in /opt/megatron")
 
 
 def test_the_checkout_of_a_script_is_examined(
@@ -213,15 +225,15 @@ def test_the_checkout_of_a_script_is_examined(
     line = f"doctor -- {tmp_path / 'pretrain_gpt.py'} @ token_mean"
 
     def lines_of_doctor() -> dict[str, str]:
-        (found,) = run_ranks(answer, 1, line, initialized=False)
-        assert found.code == 1
-        return {line[6:24].strip(): line for line in found.said.splitlines()}
+        (result,) = run_ranks(answer, 1, line, initialized=False)
+        assert result.code == 1
+        return {line[6:24].strip(): line for line in result.said.splitlines()}
 
     # Of a checkout whose data set helpers are to be built: all programs, none, all but pybind11.
-    of_python = {"all": "exit 0", "none": None, "no pybind11": "exit 1"}
+    python_scripts = {"all": "exit 0", "none": None, "no pybind11": "exit 1"}
     helpers = {}
     monkeypatch.delenv("CXX", raising=False)
-    for name, python in of_python.items():
+    for name, python in python_scripts.items():
         programs = tmp_path / name
         programs.mkdir()
         for program in ("make", "g++", "python3", "python3-config") if python else ():

@@ -114,19 +114,14 @@ def stock_loss(masks: list[list[float]]) -> list[list[float]]:
 
 
 def test_stock_weights_are_those_of_megatrons_own_schedule() -> None:
-    from megatron_loss_agg.explain.stock import BatchFlags, LossTokens, stock_weights
+    from megatron_loss_agg.explain.stock import BatchFlags, Cells, StockRun
     from megatron_loss_agg.microbatch import Microbatch
 
     masks = [[1.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 1.0]]  # tokens 2.5, counted as 2; and 1
     (weights,) = run_host_ranks(stock_loss, 1, masks, initialized=False)
-    flags = BatchFlags(
-        micro_batch_size=1,
-        global_batch_size=2,
-        context_parallel_size=1,
-        calculate_per_token_loss=False,
-    )
-    tokens = LossTokens.of([Microbatch(torch.tensor([mask])) for mask in masks], flags, flags)
-    multiples = stock_weights(tokens, flags, tokens.rank_C)[:, 0].tolist()
+    cells = Cells.read([Microbatch(torch.tensor([mask])) for mask in masks], 2, cp_sizes={1})
+    run = StockRun.weigh("", BatchFlags(micro_batch_size=1, global_batch_size=2), cells)
+    multiples = run.weight_C.tolist()  # a row is a cell
     for own, mask, multiple in zip(weights, masks, multiples, strict=True):
         assert own == pytest.approx([m * multiple / 3.5 for m in mask])  # times token_mean's
 

@@ -42,9 +42,9 @@ def test_torchrun_names_the_error_of_the_rank_that_failed_first(tmp_path: Path) 
 
 
 def test_a_refused_job_ends_with_one_line_of_each_rank(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, "import nothing", "--loss-aggregation", "constant", ranks=2)
+    codes, log = run(tmp_path, "import nothing", "--loss-aggregation", "constant", ranks=2)
     assert codes == [2, 2]
-    lines = refusals(said)
+    lines = refusals(log)
     assert len(lines) == 2
     assert all(line.startswith("megatron_loss_agg: OptionError: ") for line in lines)
-    assert "Traceback" not in said
+    assert "Traceback" not in log

@@ -16,38 +16,40 @@ from megatron_loss_agg.launch.flags import (
     VARIABLE,
     add_arguments,
     aggregation_from_environment,
-    aggregations_beside,
+    aggregations_from,
 )
 from megatron_loss_agg.launch.install import hook_from_args
-from megatron_loss_agg.mcore import DatasetReports, LossHook, aggregate_mtp, aggregate_routers
+from megatron_loss_agg.mcore import DatasetReports, LossHook, MTPAggregation
+from tests.launch.my_extensions import Doubled
 
 FLAG = "--loss-aggregation"
 
 
-def parsed(arguments: str, **of_megatron: Any) -> argparse.Namespace:
+def parsed(arguments: str, **megatron_flags: Any) -> argparse.Namespace:
     """The flags, with @ for ``--loss-aggregation``, among those of Megatron."""
     parser = add_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args = parser.parse_args(arguments.replace("@", FLAG).split())
-    return argparse.Namespace(**{**vars(args), **of_megatron})
+    return argparse.Namespace(**{**vars(args), **megatron_flags})
 
 
-def hook(arguments: str, in_training_loop: bool = False, **of_megatron: Any) -> LossHook:
-    found = hook_from_args(parsed(arguments, **of_megatron), in_training_loop)
-    assert found is not None
-    return found
+def hook(arguments: str, in_training_loop: bool = False, **megatron_flags: Any) -> LossHook:
+    result = hook_from_args(parsed(arguments, **megatron_flags), in_training_loop)
+    assert result is not None
+    return result
 
 
 def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
-    found = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
+    flags = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
-    values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-moe", "-sample-weights", "-levels"]
-    values += ["-dataset-weights", "-sft-prompt-field"]
+    values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-sample-weights", "-levels"]
+    values += ["-dataset-weights", "-sft-prompt-field", "-mismatch"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
-    expected[f"{FLAG}-also"] = ("loss_aggregation_also", "+", None)
+    for x in ("also", "extension"):
+        expected[f"{FLAG}-{x}"] = (f"loss_aggregation_{x}", "+", None)
     for x in ("audit", "report_datasets", "report_weights"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
-    assert found == expected
+    assert flags == expected
 
 
 SKIPS = LossAggregation(mode="sample_mean", rejected="skip")
@@ -83,14 +85,18 @@ def test_every_option_reaches_the_aggregation(flags: str) -> None:
     assert term.aggregation == AGGREGATIONS[flags]
 
 
-BESIDE = LossAggregation(mode="constant", divisor=7.0, rejected="skip")
-MODES_BESIDE = {
+CONSTANT = LossAggregation(mode="constant", divisor=7.0, rejected="skip")
+ALSO = {
     "@ token_mean @-also sample_mean verl/seq-mean-token-mean": [
         LossAggregation(mode="sample_mean"),
         LossAggregation.preset("verl/seq-mean-token-mean"),
     ],
+    "@ token_mean @-also sample_mean,prompt_mean": [
+        LossAggregation(mode="sample_mean"),
+        LossAggregation(mode="prompt_mean"),
+    ],
     # Flags of the aggregation are those of every mode that takes them.
-    "@ token_mean @-also constant sample_mean @-divisor 7 @-rejected skip": [BESIDE, SKIPS],
+    "@ token_mean @-also constant sample_mean @-divisor 7 @-rejected skip": [CONSTANT, SKIPS],
     "@ constant @-divisor 9 @-also sum": [LossAggregation(mode="sum", divisor=9.0)],
     "@ sample_mean @-also nested_mean @-levels prompt,sample": [
         LossAggregation(mode="nested_mean", levels=("prompt", "sample"))
@@ -101,17 +107,18 @@ MODES_BESIDE = {
 }
 
 
-@pytest.mark.parametrize("flags", MODES_BESIDE)
-def test_modes_beside_the_loss_take_its_flags(flags: str) -> None:
-    assert aggregations_beside(parsed(flags)) == MODES_BESIDE[flags]
+@pytest.mark.parametrize("flags", ALSO)
+def test_further_modes_take_the_flags_of_the_loss(flags: str) -> None:
+    aggregation, *also = aggregations_from(parsed(flags))
+    assert also == ALSO[flags]
     (term,) = hook(flags).terms.values()
     mode = flags.split()[1]
-    own = {"rejected": "skip"} if "skip" in flags else {}
-    own |= {"divisor": 9.0} if mode == "constant" else {}
-    assert term.aggregation == LossAggregation(mode=mode, **own)
+    options = {"rejected": "skip"} if "skip" in flags else {}
+    options |= {"divisor": 9.0} if mode == "constant" else {}
+    assert term.aggregation == aggregation == LossAggregation(mode=mode, **options)
 
 
-REFUSED_BESIDE = {
+REFUSED_ALSO = {
     "@ token_mean @-also token_mean": r"^also must .* got 'token_mean' twice\. Remove it",
     "@ token_mean @-also sum sum": r"^also must .* got 'sum' twice\. Remove it",
     "@ token_mean @-also meen": r"^unknown mode 'meen'",
@@ -123,9 +130,9 @@ REFUSED_BESIDE = {
 }
 
 
-@pytest.mark.parametrize("flags", REFUSED_BESIDE)
-def test_modes_beside_the_loss_that_cannot_be_reported_are_refused(flags: str) -> None:
-    with pytest.raises(OptionError, match=REFUSED_BESIDE[flags]):
+@pytest.mark.parametrize("flags", REFUSED_ALSO)
+def test_further_modes_that_cannot_be_reported_are_refused(flags: str) -> None:
+    with pytest.raises(OptionError, match=REFUSED_ALSO[flags]):
         hook(flags)
 
 
@@ -135,9 +142,12 @@ def test_without_flags_there_is_no_hook() -> None:
 
 def test_flags_from_a_yaml_file_are_read() -> None:
     file = argparse.Namespace(loss_aggregation="constant", loss_aggregation_divisor=7, yaml_cfg="x")
-    found = hook_from_args(file)
-    assert found is not None
-    assert found.terms["constant"].aggregation.divisor == 7
+    result = hook_from_args(file)
+    assert result is not None
+    assert result.terms["constant"].aggregation.divisor == 7
+    words = argparse.Namespace(loss_aggregation="sum", loss_aggregation_also="constant token_mean")
+    words.loss_aggregation_divisor = 2
+    assert [x.mode for x in aggregations_from(words)] == ["sum", "constant", "token_mean"]
     for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
         with pytest.raises(OptionError, match=f"^{name} is not a setting .*Write one of "):
             hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
@@ -147,24 +157,40 @@ def test_flags_from_a_yaml_file_are_read() -> None:
 
 LOOP = {"aggregate_evaluation": True, "prefetch": True}
 DOCUMENTS = {"dataloader_inter_document_masking": True}
-# Our flags; Megatron's, in its own training loop, or None elsewhere; and what they change of the
-# arguments that the hook is made with.
+MINE = "tests.launch.my_extensions"
+
+
+def named(extensions: str) -> dict[str, Any]:
+    return {"settings": {"extension": extensions}}
+
+
+# Our flags; Megatron's, in its own training loop, or None elsewhere; and the arguments of the hook
+# that they change, with the classes of its extensions.
 CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     # Defaults leave a run as it was.
-    ("@-empty-step train @-unmeasured refuse @-mtp megatron @-moe megatron", None, {}),
+    ("@-empty-step train @-unmeasured refuse @-mtp megatron @-mismatch stop", None, {}),
     ("@-empty-step error", None, {"empty_step": "error"}),
     ("@-empty-step skip", None, {"empty_step": "skip"}),
     ("@-split zigzag", None, {"split": "zigzag"}),
     ("@-split contiguous", None, {"split": "contiguous"}),
     ("@-batch json:dumps", None, {"read_batch": json.dumps}),
-    ("@-mtp same", None, {"extensions": [MTPAggregation()], "settings": {"mtp": "same"}}),
-    ("@-moe whole", None, {"wrappers": [aggregate_routers], "settings": {"moe": "whole"}}),
+    ("@-mtp same", None, {"extensions": [MTPAggregation], "settings": {"mtp": "same"}}),
+    (f"@-extension {MINE}:Doubled", None, {"extensions": [Doubled], **named(f"{MINE}:Doubled")}),
+    (
+        f"@-extension {MINE}:Doubled {MINE}:doubled @-report-datasets",
+        None,
+        {
+            "extensions": [Doubled, Doubled, DatasetReports],
+            **named(f"{MINE}:Doubled {MINE}:doubled"),
+        },
+    ),
+    ("@-mismatch warn", None, {"mismatch": "warn"}),
     ("@-audit", None, {"audit": True}),
     ("@-unmeasured trust", None, {"trust_unmeasured": True}),
     ("@-evaluation same", None, {"aggregate_evaluation": True}),
     ("@-evaluation megatron", None, {}),
     ("", {}, LOOP),
-    # How --sft averages its reports is no business of the hook.
+    # The hook does not depend on how --sft averages its reports.
     ("", {"sft": True}, LOOP),
     # Megatron lays rows of documents whole on context-parallel ranks, but packs of --sft.
     ("", DOCUMENTS, {**LOOP, "split": "zigzag_pack"}),
@@ -173,32 +199,33 @@ CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
 ]
 
 
-def arguments_of_hook(
-    monkeypatch: pytest.MonkeyPatch, flags: str, of_megatron: dict[str, Any] | None
+def hook_arguments(
+    monkeypatch: pytest.MonkeyPatch, flags: str, megatron_flags: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The arguments of the hook of these flags."""
     hooks = []
 
-    class Noting(LossHook):
+    class Recorded(LossHook):
         def __init__(self, terms: Any, **arguments: Any) -> None:
             super().__init__(terms, **arguments)
             hooks.append(arguments)
 
-    monkeypatch.setattr(install, "LossHook", Noting)
-    hook(flags, of_megatron is not None, **(of_megatron or {}))
+    monkeypatch.setattr(install, "LossHook", Recorded)
+    hook(flags, megatron_flags is not None, **(megatron_flags or {}))
     return dict(hooks.pop())
 
 
-@pytest.mark.parametrize("flags, of_megatron, changed", CHANGES)
+@pytest.mark.parametrize("flags, megatron_flags, changed", CHANGES)
 def test_a_flag_changes_its_own_argument_of_the_hook_and_no_other(
     flags: str,
-    of_megatron: dict[str, Any] | None,
+    megatron_flags: dict[str, Any] | None,
     changed: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stock = arguments_of_hook(monkeypatch, "@ sum", None)
-    found = arguments_of_hook(monkeypatch, f"@ sum {flags}", of_megatron)
-    assert {name: x for name, x in found.items() if stock[name] != x} == changed
+    stock = hook_arguments(monkeypatch, "@ sum", None)
+    arguments = hook_arguments(monkeypatch, f"@ sum {flags}", megatron_flags)
+    arguments["extensions"] = [type(x) for x in arguments["extensions"]]
+    assert {name: x for name, x in arguments.items() if stock[name] != x} == changed
 
 
 def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_loss(
@@ -207,31 +234,42 @@ def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_los
     flags = "@ trl/dr_grpo @-divisor 8 @-empty skip @-rejected skip @-mtp token_mean"
     monkeypatch.setattr(install, "LossHook", lambda *_, **arguments: arguments)
     arguments: Any = hook(flags)
-    (wrapper,) = arguments["wrappers"]
-    assert (wrapper.func, arguments["settings"]) == (aggregate_mtp, {"mtp": "token_mean"})
-    of_mtp = LossAggregation(mode="token_mean", empty="skip", rejected="skip")
-    assert wrapper.keywords["aggregation"] == of_mtp
-    assert of_mtp.label == wrapper.keywords["aggregation"].label
+    (extension,) = arguments["extensions"]
+    assert isinstance(extension, MTPAggregation)
+    assert arguments["settings"] == {"mtp": "token_mean"}
+    expected = LossAggregation(mode="token_mean", empty="skip", rejected="skip")
+    assert extension._aggregation == expected
+    assert extension._aggregation.label == expected.label
     with pytest.raises(
         OptionError, match=r"^--loss-aggregation-mtp must be one of megatron, same, tok"
     ):
         hook("@ token_mean @-mtp constant")
 
 
-@pytest.mark.parametrize("of_megatron, interval", [(None, 1), ({"log_interval": 5}, 5)])
+@pytest.mark.parametrize("megatron_flags, interval", [(None, 1), ({"log_interval": 5}, 5)])
 def test_reports_by_data_set_average_as_megatrons_log_does(
-    of_megatron: dict[str, Any] | None, interval: int, monkeypatch: pytest.MonkeyPatch
+    megatron_flags: dict[str, Any] | None, interval: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = arguments_of_hook(monkeypatch, "@ sum @-report-datasets", of_megatron)
+    arguments = hook_arguments(monkeypatch, "@ sum @-report-datasets", megatron_flags)
     (extension,) = arguments["extensions"]
     assert isinstance(extension, DatasetReports)
     assert extension._log_interval == interval
 
 
-def test_a_teacher_of_megatron_is_a_second_term() -> None:
-    teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.25}
-    found = hook("@ token_mean", **teacher)
-    assert [term.multiplier for term in found.terms.values()] == [0.75, 0.25]
+BAD_EXTENSIONS = {
+    "json:dumps": "must be a class or function that is called without arguments, got json:dumps with",
+    f"{MINE}:needs_argument": (
+        f"is called without arguments, got {MINE}:needs_argument with TypeError: .*factor"
+    ),
+    "builtins:dict": "must make an Extension, got builtins:dict, which makes a dict. Derive its",
+    f"{MINE}:missing": f"must be module:name of a function or class .* got '{MINE}:missing'",
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXTENSIONS)
+def test_names_that_make_no_extension_are_refused(name: str) -> None:
+    with pytest.raises(OptionError, match=f"^{FLAG}-extension .*{BAD_EXTENSIONS[name]}"):
+        hook(f"@ sum @-extension {name}")
 
 
 def test_a_loop_without_a_hook_reads_the_aggregation_from_the_environment(

@@ -38,8 +38,8 @@ def install_on_rank() -> None:
     def changed() -> list[tuple[str, str]]:
         """The names that are not as they were ``before``."""
         now = _functions()
-        found = {key for key in before if now.get(key) is not before[key]}
-        return sorted(x for x in found if x[1] != "print_rank_last")
+        keys = {key for key in before if now.get(key) is not before[key]}
+        return sorted(x for x in keys if x[1] != "print_rank_last")
 
     def has_flags() -> bool:
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser())
@@ -63,9 +63,9 @@ def install_on_rank() -> None:
     before = _functions()
     get_schedule = training.get_forward_backward_func
     del training.get_forward_backward_func
-    says = f"HostError: megatron.training.training of megatron-core {version('megatron-core')}"
-    says += " ... has no get_forward_backward_func. Install"  # after the commit of its checkout
-    assert_says(error_of(install), says)
+    text = f"HostError: megatron.training.training of megatron-core {version('megatron-core')}"
+    text += " ... has no get_forward_backward_func. Install"  # after the commit of its checkout
+    assert_says(error_of(install), text)
     training.get_forward_backward_func = get_schedule
     assert changed() == [] and not has_flags()
 
@@ -78,7 +78,7 @@ Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"
 GRAPHS = "--cuda-graph-scope full_iteration"
 LOCAL = {"cuda_graph_impl": "local"}
 FUSED = {"cross_entropy_loss_fusion": True}
-# Megatron's parsed flags, and what is said of them.
+# Megatron's parsed flags, and how their refusal begins.
 FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
     ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
@@ -116,12 +116,12 @@ def test_a_fused_cross_entropy_is_taken_from_the_release_on_that_weighs_each_tok
     monkeypatch.setattr("megatron.core.utils._te_version", Version(engine))
     fused = FUSED | {"cross_entropy_fusion_impl": "te"}
     args = argparse.Namespace(loss_aggregation="token_mean", **fused)
-    told = pytest.raises(HostError, match=f"Transformer Engine {engine}, as all before 2.11")
-    with told if refused else contextlib.nullcontext():
+    raises = pytest.raises(HostError, match=f"Transformer Engine {engine}, as all before 2.11")
+    with raises if refused else contextlib.nullcontext():
         assert hook_from_args(args) is not None
 
 
-# A process with several models, losses or loops: what was checked for one is not taken for all.
+# A process with several models, losses or loops: what was checked for one does not hold for all.
 
 
 def squared(loss_mask: Any, output: Any) -> tuple[Any, Any, Any]:
@@ -154,7 +154,7 @@ def train_several_models() -> None:
         data = batches(places[0], "bshd")
         return gpt.run_step(None, model, data, 2, schedule=schedule, **options)
 
-    def says(error: str, *args: Any, **options: Any) -> None:
+    def assert_refused(error: str, *args: Any, **options: Any) -> None:
         assert_says(error_of(call, *args, **options), error)
 
     def installed(*flags: str) -> Any:
@@ -163,7 +163,7 @@ def train_several_models() -> None:
 
     hooked = LossHook(LossAggregation(mode="sample_mean")).wrap(get_forward_backward_func())
     call(first, hooked)
-    says(OTHER_LOSS, first, hooked, forward_step_func=squares)
+    assert_refused(OTHER_LOSS, first, hooked, forward_step_func=squares)
     call(second, hooked)
 
     uninstall = installed()
@@ -173,20 +173,20 @@ def train_several_models() -> None:
     assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
     assert sorted(call(first)[0]) == ["lm loss", "sum loss"]
     sgd.step()
-    says(OTHER_LOSS, second, forward_step_func=squares)
-    kept, wrapped = get_forward_backward_func(), []
+    assert_refused(OTHER_LOSS, second, forward_step_func=squares)
+    original, calls = get_forward_backward_func(), []
 
-    @functools.wraps(kept)
+    @functools.wraps(original)
     def counting(**arguments: Any) -> Any:
-        wrapped.append("called")
-        return kept(**arguments)
+        calls.append("called")
+        return original(**arguments)
 
     # Beneath it the flags' hook is called, and refuses the loss function of the loop's own hook.
     own = LossHook(LossAggregation(mode="token_mean")).wrap(counting)
-    says(
+    assert_refused(
         "HostError: a forward step must return functools.partial(loss_func, loss_mask)", first, own
     )
-    assert wrapped == ["called"]
+    assert calls == ["called"]
     uninstall()
     assert get_forward_backward_func() is schedules.forward_backward_no_pipelining
     assert sys.argv[1:] == ["--loss-aggregation", "sum"]
@@ -214,22 +214,21 @@ def train_several_models() -> None:
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", from_yaml):
         assert_says(error_of(sgd.step), "HostError: --loss-aggregation sum has no effect: SGD")
         call(first)
-        says("HostError: skip needs a single model ... got several", second)
+        assert_refused("HostError: skip needs a single model ... got several", second)
     uninstall()
 
-    # Flags for a teacher make Megatron's loss function one of two terms.
+    # An extension takes its share of the loss from Megatron's flags; this loss function has none.
+    extension = "examples.extensions.distillation:Distillation"
+    uninstall = installed("--loss-aggregation-extension", extension)
     teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.5}
-    sys.argv = ["script"]
-    uninstall = install(watch_exit=False)
-    with_teacher = argparse.Namespace(loss_aggregation="sum", **teacher)
-    with mock.patch.object(global_vars, "_GLOBAL_ARGS", with_teacher):
-        says("HostError: one distillation loss", first)
+    with mock.patch.object(global_vars, "_GLOBAL_ARGS", argparse.Namespace(**teacher)):
+        assert_refused("HostError: one distillation loss", first)
     uninstall()
 
     uninstall = installed("--loss-aggregation-empty-step", "skip")
     call(first, places=NO_TOKENS)
     assert_says(error_of(sgd.step), "HostError: got SGD, which is about to step without any")
-    says("HostError: skip needs a single model ... got several", second)
+    assert_refused("HostError: skip needs a single model ... got several", second)
     uninstall()
 
 

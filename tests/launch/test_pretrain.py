@@ -64,10 +64,10 @@ class Run(NamedTuple):
     """The logged steps of a start of the script, its whole output, and its checkpoints."""
 
     logged: list[str]
-    said: str
+    log: str
     folder: Path
 
-    def saved(self, iteration: int = ITERATIONS) -> dict[str, Tensor]:
+    def checkpoint(self, iteration: int = ITERATIONS) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, by its path."""
         (path,) = self.folder.glob(f"iter_{iteration:07d}/*/model_optim_rng.pt")
         return tensors(torch.load(path, weights_only=False))
@@ -95,15 +95,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 def start(folder: Path, *flags: str, starter: tuple[str, ...] = LAUNCHER) -> Run:
     """Two data-parallel ranks."""
     save = ("--save", str(folder), "--save-interval", "1")
-    codes, said = run(folder, SCRIPT, *SHORT, *save, *flags, ranks=2, starter=starter)
-    assert codes == [0, 0], said[-4000:]
+    codes, log = run(folder, SCRIPT, *SHORT, *save, *flags, ranks=2, starter=starter)
+    assert codes == [0, 0], log[-4000:]
     # Without what differs from run to run: the date and the time that a step took.
     logged = [
         re.sub(r"\[\d{4}-.*?\]|elapsed time per iteration \(ms\): [\d.]+", "", line)
-        for line in said.splitlines()
+        for line in log.splitlines()
         if re.search(r"iteration +\d+/|validation loss at|loss aggregation audit", line)
     ]
-    return Run(logged, said, folder)
+    return Run(logged, log, folder)
 
 
 def tensors(x: Any, name: str = "") -> dict[str, Tensor]:
@@ -113,21 +113,21 @@ def tensors(x: Any, name: str = "") -> dict[str, Tensor]:
     return {k: t for key, part in parts for k, t in tensors(part, f"{name}.{key}").items()}
 
 
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor], part: str = "") -> list[str]:
+def differing(state: dict[str, Tensor], expected: dict[str, Tensor], part: str = "") -> list[str]:
     """The tensors of a part, of which there are some, that differ."""
     names = [name for name in expected if name.startswith(part)]
     assert any(expected[name].numel() > 1 for name in names)
-    return [name for name in names if not torch.equal(found[name], expected[name])]
+    return [name for name in names if not torch.equal(state[name], expected[name])]
 
 
 def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
     plain, launched = runs["without the plugin"], runs["without the flag"]
     assert len([line for line in plain.logged if "lm loss" in line]) >= ITERATIONS + 1
     assert launched.logged == plain.logged
-    saved, of_launched = plain.saved(), launched.saved()
-    assert of_launched.keys() == saved.keys()
+    plain_state, state = plain.checkpoint(), launched.checkpoint()
+    assert state.keys() == plain_state.keys()
     for part in (".model.", ".optimizer.", ""):
-        assert differing(of_launched, saved, part) == []
+        assert differing(state, plain_state, part) == []
 
 
 def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[str, Run]) -> None:
@@ -150,14 +150,14 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
         assert losses["sample_mean"] not in (losses["token_mean"], losses["prompt_mean"])
         (effective,) = re.findall(r"effective samples: (\S+)", line)
         assert 1 <= float(effective) <= 4
-    assert differing(aggregated.saved(), plain.saved(), ".model.") != []
+    assert differing(aggregated.checkpoint(), plain.checkpoint(), ".model.") != []
     # Random numbers of the CPU are no reason to warn.
-    said = aggregated.said.partition("loss aggregation: prompt_mean\n")[2].splitlines()
+    lines = aggregated.log.partition("loss aggregation: prompt_mean\n")[2].splitlines()
     labels = ("weight", "step", "counts", "also", "equal", "weighed", "measured")
-    assert "  equal:    token_mean equals prompt_mean: there is one prompt" in said
-    assert [line.split(":")[0].strip() for line in said[: len(labels)]] == [*labels]
-    assert all(len(line) <= 80 for line in said[: len(labels)])
-    assert "RNG state" not in aggregated.said
+    assert "  equal:    token_mean equals prompt_mean" in lines
+    assert [line.split(":")[0].strip() for line in lines[: len(labels)]] == [*labels]
+    assert all(len(line) <= 80 for line in lines[: len(labels)])
+    assert "RNG state" not in aggregated.log
 
 
 def test_a_skipped_step_changes_nothing(runs: dict[str, Run]) -> None:
@@ -165,15 +165,38 @@ def test_a_skipped_step_changes_nothing(runs: dict[str, Run]) -> None:
     steps = [line for line in run.logged if re.search(r"iteration +\d+/", line)]
     skipped = [int(re.findall(r"skipped iterations: +(\d+)", line)[0]) for line in steps]
     assert skipped == [0, 1, 1]
-    first = {name: t for name, t in run.saved(1).items() if t.is_floating_point()}
+    first = {name: t for name, t in run.checkpoint(1).items() if t.is_floating_point()}
     for part in (".model.", ".optimizer."):
-        assert differing(run.saved(), first, part) == []
+        assert differing(run.checkpoint(), first, part) == []
     assert any("exp_avg" in name and bool(t.any()) for name, t in first.items())
 
 
 def test_a_job_that_finds_its_last_iteration_done_is_not_refused(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, SCRIPT, *SHORT, *MODE, "--skip-train", "--eval-iters", "0")
-    assert (codes, refusals(said)) == ([0], []), said[-3000:]
+    codes, log = run(tmp_path, SCRIPT, *SHORT, *MODE, "--skip-train", "--eval-iters", "0")
+    assert (codes, refusals(log)) == ([0], []), log[-3000:]
+
+
+EXPERTS = """
+    --num-experts 2 --moe-token-dispatcher-type allgather --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1.0 --disable-bias-linear --eval-iters 0
+"""
+
+
+def test_an_extension_by_flag_changes_what_the_script_trains(tmp_path: Path) -> None:
+    """The example for losses of routers, beside one that doubles the loss."""
+    extensions = "examples.extensions.routers:RouterLosses", "tests.launch.my_extensions:Doubled"
+    flags = (*EXPERTS.split(), *MODE, "--loss-aggregation-extension", *extensions)
+    codes, log = run(tmp_path, SCRIPT, *SHORT, *flags, ranks=2)
+    assert (codes, refusals(log)) == ([0, 0], []), log[-3000:]
+    assert re.search(rf"^  extension: +{re.escape(extensions[0])}", log, re.MULTILINE)
+    steps = [line for line in log.splitlines() if re.search(r"iteration +\d+/", line)]
+    assert len(steps) == ITERATIONS
+    for line in steps:
+        mean, doubled = (
+            float(re.findall(rf"{name} loss: (\S+)", line)[0])
+            for name in ("sample_mean", "doubled")
+        )
+        assert doubled == pytest.approx(2 * mean, rel=1e-6)
 
 
 # What Megatron does after a fault with --inprocess-restart.
@@ -191,9 +214,9 @@ for _ in range(2):
 
 
 def test_a_restart_in_the_same_process_trains_another_model(tmp_path: Path) -> None:
-    codes, said = run(tmp_path, RESTARTS, *SHORT, *MODE, "--eval-iters", "0")
-    assert (codes, refusals(said)) == ([0], []), said[-3000:]
-    assert said.count("sample_mean loss:") == 2 * ITERATIONS
+    codes, log = run(tmp_path, RESTARTS, *SHORT, *MODE, "--eval-iters", "0")
+    assert (codes, refusals(log)) == ([0], []), log[-3000:]
+    assert log.count("sample_mean loss:") == 2 * ITERATIONS
 
 
 # What Megatron's `pretrain` does first, and fails at where there is no more of the script.
@@ -205,26 +228,26 @@ set_args(arguments.parse_args())
 try:
     training.setup_model_and_optimizer(None, None)
 finally:
-    print("found", training.get_args().loss_aggregation)
+    print("mode:", training.get_args().loss_aggregation)
 """
 
 
 def test_a_yaml_file_in_place_of_all_flags_keeps_ours(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("{enable_msc: false, disable_msc_deprecated: false, loss_aggregation: sum}")
-    _, said = run(tmp_path, BEGINS, "--yaml-cfg", str(file), *MODE)
-    assert "found sample_mean\n" in said, said[-3000:]
+    _, log = run(tmp_path, BEGINS, "--yaml-cfg", str(file), *MODE)
+    assert "mode: sample_mean\n" in log, log[-3000:]
 
 
 def test_a_flag_of_megatron_that_does_not_fit_is_one_line_on_each_rank(tmp_path: Path) -> None:
     flags = (*MODE, "--cuda-graph-impl", "full_iteration")
-    codes, said = run(tmp_path, BEGINS, *flags, ranks=2)
+    codes, log = run(tmp_path, BEGINS, *flags, ranks=2)
     assert codes == [2, 2]
-    lines = refusals(said)
+    lines = refusals(log)
     assert len(lines) == 2
     for line in lines:
         assert line.startswith("megatron_loss_agg: HostError: --cuda-graph-impl full_iteration")
-    assert "Traceback" not in said
+    assert "Traceback" not in log
 
 
 # Several data sets. The expected numbers are made from the losses that the loss function got: on
@@ -245,20 +268,20 @@ def launched(
 ) -> tuple[list[list[Seen]], str]:
     """The inputs of each rank's loss function, and the output."""
     patch.setenv("SEEN", str(folder / "seen"))
-    codes, said = run(folder, ROOT / "tests/sweep/script.py", *SETS_FLAGS, *flags, ranks=ranks)
-    assert codes == [0] * ranks, said[-3000:]
-    return [torch.load(folder / f"seen.{rank}") for rank in range(ranks)], said
+    codes, log = run(folder, ROOT / "tests/sweep/script.py", *SETS_FLAGS, *flags, ranks=ranks)
+    assert codes == [0] * ranks, log[-3000:]
+    return [torch.load(folder / f"seen.{rank}") for rank in range(ranks)], log
 
 
 def pair(mask: Tensor, losses: Tensor) -> Pair:
     return float((mask.double() * losses.double()).sum()), float(mask.sum())
 
 
-def of_tokens(pairs: list[Pair]) -> float:
+def token_mean(pairs: list[Pair]) -> float:
     return sum(x for x, _ in pairs) / sum(n for _, n in pairs)
 
 
-def of_samples(pairs: list[Pair]) -> float:
+def sample_mean(pairs: list[Pair]) -> float:
     """Of those with tokens."""
     means = [x / n for x, n in pairs if n]
     return sum(means) / len(means)
@@ -281,7 +304,7 @@ def test_each_validation_set_is_reduced_over_its_tokens_samples_or_calls(
     flags = ["--global-batch-size", "2", "--train-iters", "1", "--lr", "0.1", "--skip-train"]
     flags += ["--multiple-validation-sets", "--full-validation"]
     flags += ["--loss-aggregation", mode, *SETS[mode]]
-    ranks, said = launched(tmp_path, 2, *flags, patch=monkeypatch)
+    ranks, log = launched(tmp_path, 2, *flags, patch=monkeypatch)
     for number, first in enumerate((VALIDATION, VALIDATION + OF_SET)):
         samples = []
         for item in range(first, first + 48):
@@ -292,17 +315,17 @@ def test_each_validation_set_is_reduced_over_its_tokens_samples_or_calls(
             samples.append(pair(mask, losses))
         calls = [samples[i : i + 2] for i in range(0, 48, 2)] if "--sft" in flags else [samples]
         expected = {
-            "lm": sum(map(of_tokens, calls)) / len(calls),
-            "sample_mean": of_samples(samples),
+            "lm": sum(map(token_mean, calls)) / len(calls),
+            "sample_mean": sample_mean(samples),
         }
         expected["token_mean"] = expected["lm"]
         assert abs(expected["sample_mean"] / expected["lm"] - 1) > 1e-4  # masks are uneven
-        (line,) = re.findall(f"validation-{number} loss at .*", said)
+        (line,) = re.findall(f"validation-{number} loss at .*", log)
         for key in {"lm", "token_mean", mode}:
             (logged,) = re.findall(f"{key} loss value: (\\S+)", line)
             assert float(logged) == pytest.approx(expected[key], rel=2e-6)
     # Without training the first evaluation is announced.
-    assert said.count(f"loss aggregation: {mode}") == said.count("\n  evaluation: ") == 1
+    assert log.count(f"loss aggregation: {mode}") == log.count("\n  evaluation: ") == 1
 
 
 def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
@@ -320,17 +343,17 @@ def by_dataset(seen: Iterable[Seen]) -> dict[str, float]:
     for _, (item,), mask, losses in seen:
         rows.setdefault(item // OF_SET, []).append((mask, losses))
     values = {}
-    for dataset, of_set in rows.items():
-        if any(mask.any() for mask, _ in of_set):
+    for dataset, samples in rows.items():
+        if any(mask.any() for mask, _ in samples):
             key = f"loss of dataset {dataset}"
-            values[f"lm {key}"] = of_tokens([pair(*row) for row in of_set])
-            values[f"sample_mean {key}"] = of_samples([pair(*row) for row in of_set])
+            values[f"lm {key}"] = token_mean([pair(*row) for row in samples])
+            values[f"sample_mean {key}"] = sample_mean([pair(*row) for row in samples])
     return values
 
 
 def printed(line: str, suffix: str) -> dict[str, float]:
-    found = re.findall(rf"(\w+ loss of dataset \d+){suffix}: (\S+)", line)
-    return {key: float(value) for key, value in found}
+    pairs = re.findall(rf"(\w+ loss of dataset \d+){suffix}: (\S+)", line)
+    return {key: float(value) for key, value in pairs}
 
 
 BLENDED = f"""
@@ -344,7 +367,7 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ("--tensorboard-dir", str(tmp_path / "board"))
-    ranks, said = launched(tmp_path, 2, *BLENDED, *flags, patch=monkeypatch)
+    ranks, log = launched(tmp_path, 2, *BLENDED, *flags, patch=monkeypatch)
     trained, evaluated = ([[x for x in r if x[0] == trains] for r in ranks] for trains in (1, 0))
     assert len(trained[0]) == STEPS * N_MB
     board = tensorboard(tmp_path / "board")
@@ -353,18 +376,18 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
     missing = sum(math.isnan(value) for step in steps for value in step.values())
     assert len(names) == 6 and missing > 4  # some sets are not in every step, or are new in it
     for i, step in enumerate(steps):
-        found = by_dataset(x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
-        known = {key: value for key, value in step.items() if not math.isnan(value)}
-        assert known == pytest.approx({key: found[key] for key in known}, rel=2e-6)
-    lines = re.findall(r"iteration +\d*[02468]/.*", said)  # the first step is logged, too
+        expected = by_dataset(x for rank in trained for x in rank[i * N_MB : (i + 1) * N_MB])
+        numbers = {key: value for key, value in step.items() if not math.isnan(value)}
+        assert numbers == pytest.approx({key: expected[key] for key in numbers}, rel=2e-6)
+    lines = re.findall(r"iteration +\d*[02468]/.*", log)  # the first step is logged, too
     for line, first, second in zip(lines, steps[::2], steps[1::2], strict=True):
         means = {x: (first[x] + second[x]) / 2 for x in names}
-        known = {x: mean for x, mean in means.items() if not math.isnan(mean)}
-        assert printed(line, "") == pytest.approx(known, rel=2e-6)
+        numbers = {x: mean for x, mean in means.items() if not math.isnan(mean)}
+        assert printed(line, "") == pytest.approx(numbers, rel=2e-6)
     # The first evaluation, of two iterations.
-    found = by_dataset(x for rank in evaluated for x in rank[: 2 * N_MB])
-    (line, *_) = re.findall(r"validation loss at .*", said)
-    assert printed(line, " value") == pytest.approx(found, rel=2e-6)
-    logged = {key: board[f"{key} validation"][STEPS] for key in found}
-    assert logged == pytest.approx(found, rel=2e-6)
-    assert {f"{key} validation vs samples" for key in found} <= board.keys()
+    expected = by_dataset(x for rank in evaluated for x in rank[: 2 * N_MB])
+    (line, *_) = re.findall(r"validation loss at .*", log)
+    assert printed(line, " value") == pytest.approx(expected, rel=2e-6)
+    logged = {key: board[f"{key} validation"][STEPS] for key in expected}
+    assert logged == pytest.approx(expected, rel=2e-6)
+    assert {f"{key} validation vs samples" for key in expected} <= board.keys()

@@ -47,8 +47,12 @@ WAYS = {
 def write_chats(folder: Path) -> Path:
     def turns(question: int, answer: int) -> list[tuple[str, str]]:
         text = "qwertyuiopasdfghjklzxcvbnmQWERTYUIOP"
-        said = [("system", "s"), ("user", text[:question]), ("assistant", text[-answer - 1 : -1])]
-        return said if answer else said[:-1]
+        messages = [
+            ("system", "s"),
+            ("user", text[:question]),
+            ("assistant", text[-answer - 1 : -1]),
+        ]
+        return messages if answer else messages[:-1]
 
     path = folder / "chats.jsonl"
     lines = [
@@ -80,7 +84,7 @@ def sft_data(path: Path, tokenizer: Any) -> Any:
     return SFTDataset(chats, str(path), indices, len(chats), Split.train, config)
 
 
-def script_of_chats(path: Path, field: str) -> Any:
+def chats_script(path: Path, field: str) -> Any:
     """The sweep's script, whose data can be chats."""
     import torch
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -102,11 +106,11 @@ def script_of_chats(path: Path, field: str) -> Any:
 
 
 def launched(path: Path, field: str, argv: list[str]) -> Any:
-    return script_of_chats(path, field).rank_main(argv)
+    return chats_script(path, field).rank_main(argv)
 
 
-def referenced(path: Path, field: str, *given: Any) -> Any:
-    return script_of_chats(path, field).reference_main(*given)
+def referenced(path: Path, field: str, *args: Any) -> Any:
+    return chats_script(path, field).reference_main(*args)
 
 
 def model_of(path: Path) -> list[str]:
@@ -131,12 +135,12 @@ def test_prompts_are_those_of_the_field(name: str, tmp_path: Path) -> None:
     path = write_chats(tmp_path)
     results = run_host_ranks(launched, 2, path, field, launch_of(path, way, field))
     step = [results[-1].last_step()]  # of one data-parallel rank
-    assert sorted(item for of_mb in step[0] for item in of_mb) == [0, 1, 2, 3]
+    assert sorted(item for microbatch in step[0] for item in microbatch) == [0, 1, 2, 3]
     argv = [*model_of(path), "--micro-batch-size", "1", "--train-iters", "1"]
 
     def error(mode: str) -> float:
-        given = argv, step, {"mode": mode}
-        ((start, gradient),) = run_host_ranks(referenced, 1, path, field, *given)
+        args = argv, step, {"mode": mode}
+        ((start, gradient),) = run_host_ranks(referenced, 1, path, field, *args)
         return max(cases._error(x.parameters, RATE, start, gradient) for x in results)
 
     assert error("prompt_mean") <= cases.BOUNDS["fp32"]
@@ -183,23 +187,23 @@ def told_of(folder: Path) -> list[str | None]:
 
 def test_a_line_whose_ids_do_not_fit_is_named(tmp_path: Path) -> None:
     (errors,) = run_host_ranks(told_of, 1, tmp_path, initialized=False)
-    for error, says in zip(errors, BAD.values(), strict=True):
-        says = says.replace("CHATS", str(tmp_path / "chats.jsonl")).replace("FLAG", FLAG)
-        assert_says(error, f"DataError: {says}")
+    for error, text in zip(errors, BAD.values(), strict=True):
+        text = text.replace("CHATS", str(tmp_path / "chats.jsonl")).replace("FLAG", FLAG)
+        assert_says(error, f"DataError: {text}")
 
 
 def test_packs_that_a_scheduler_made_are_refused() -> None:
     """It drops the ids of tokens."""
     pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
     for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
-        keys = "keep their 'prompt_id_of_token', got ['cu_seqlens'"
-        says = f"{FLAG} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
-        assert_says(error_of(read_conversations, batch), f"DataError: {says}")
+        keys = "keep their 'token_prompt_id', got ['cu_seqlens'"
+        text = f"{FLAG} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
+        assert_says(error_of(read_conversations, batch), f"DataError: {text}")
 
 
 def test_rows_of_earlier_megatrons_are_refused() -> None:
-    says = f"HostError: {FLAG} needs packs, which Megatron-LM 0.16 and later ... Update it, or"
-    assert_says(error_of(with_prompt_ids, {"tokens": torch.zeros(8)}, None, 0, "id"), says)
+    text = f"HostError: {FLAG} needs packs, which Megatron-LM 0.16 and later ... Update it, or"
+    assert_says(error_of(with_prompt_ids, {"tokens": torch.zeros(8)}, None, 0, "id"), text)
 
 
 def test_validation_lines_need_no_field_where_megatron_evaluates(

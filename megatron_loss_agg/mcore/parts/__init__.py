@@ -1,1 +1,1 @@
-"""Parts of a run beside its loss: wrappers and extensions on public names."""
+"""Extensions of the package, and ids through packing schedulers, on public names."""

@@ -1,9 +1,9 @@
-"""Ids of samples through Megatron's packing schedulers, which drop what they do not know.
+"""Ids of samples through Megatron's packing schedulers, which drop unknown keys.
 
 A scheduler (``--sequence-packing-scheduler``) draws the samples of a step, numbers them over all
 data-parallel ranks, deals the numbers to microbatches, and joins the samples of each to a pack of
-tokens, labels and mask. Here its samples' ids are exchanged when it has drawn them, and put beside
-the packs under the same numbers.
+tokens, labels and mask. Here the ids of all samples are gathered when it has drawn them, and put
+beside the packs under the same numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_loss_agg.mcore.call import replaced
 
 _DRAW, _PACK = "get_batch_and_global_seqlens", "build_packed_microbatches"
 """Megatron's functions in `megatron.core.datasets.data_schedule`."""
-_DEALT = "sample_id_groups"
+_NUMBERS = "sample_id_groups"
 """The parameter of `_PACK` with the numbers of each microbatch's samples, by rank."""
 
 
@@ -32,9 +32,10 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
 
         iterator, number, *_ = with_ids(wrap_data_iterator)(iterator, config, number)
 
-    The data set's items have, beside Megatron's keys, ``prompt_ids``, ``rollout_ids``,
-    ``rejected``, ``sample_weights`` or ids of other units: one value for each sample of the item,
-    alike in all items. The packs then have those of their samples.
+    Beside Megatron's keys, the data set's items have ``prompt_ids``, ``rollout_ids``, ``rejected``,
+    ``sample_weights`` or ids of other units, the same keys in all items: one value for each sample
+    of the item. Packs then have those of their samples. From ``dataset_id``, with which Megatron's
+    blends mark an item, packs get ``dataset_ids``.
 
     Raises:
         HostError: when called: this Megatron packs in another way.
@@ -46,27 +47,27 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.datasets import data_schedule
 
         draw, pack = (getattr(data_schedule, name, None) for name in (_DRAW, _PACK))
-        if draw is None or pack is None or _DEALT not in inspect.signature(pack).parameters:
+        if draw is None or pack is None or _NUMBERS not in inspect.signature(pack).parameters:
             raise HostError(
-                f"Megatron's data_schedule must have {_DRAW} and {_PACK}(samples, {_DEALT}, ...) for "
+                f"Megatron's data_schedule must have {_DRAW} and {_PACK}(samples, {_NUMBERS}, ...) for "
                 "ids in packs, got others. Drop with_ids, and choose a mode without ids."
             )
-        ids: dict[str, Tensor] = {}  # by key: of all ranks' samples, by the scheduler's numbers
+        ids: dict[
+            str, Tensor
+        ] = {}  # by key: for the samples of all ranks, in the scheduler's order
 
         def draw_with_ids(iterator: Iterator[Any], number: int, dp_group: Any) -> Any:
             items = [next(iterator) for _ in range(number)]
-            read = functools.partial(_ids_of, items)
-            of_ranks = gather_objects(read, dp_group, "reading ids of samples")
-            ids.update(_joined(of_ranks))
+            read = functools.partial(_sample_ids, items)
+            ids.update(_joined(gather_objects(read, dp_group, "reading ids of samples")))
             return draw(iter(items), number, dp_group)
 
         def pack_with_ids(
-            samples: Any, dealt: Sequence[Any], rank: int, *args: Any, **kwargs: Any
+            samples: Any, numbers: Sequence[Any], rank: int, *args: Any, **kwargs: Any
         ) -> Any:
-            packs = pack(samples, dealt, rank, *args, **kwargs)
-            for of_pack, numbers_by_rank in zip(packs, dealt, strict=True):
-                numbers = numbers_by_rank[rank]
-                of_pack.update({key: x[numbers] for key, x in ids.items()})
+            packs = pack(samples, numbers, rank, *args, **kwargs)
+            for batch, numbers_by_rank in zip(packs, numbers, strict=True):
+                batch.update({key: x[numbers_by_rank[rank]] for key, x in ids.items()})
             return packs
 
         with (
@@ -78,21 +79,20 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _ids_of(items: Sequence[Any]) -> dict[str, Tensor]:
+def _sample_ids(items: Sequence[Any]) -> dict[str, Tensor]:
     """By key, the values of all samples of a rank's items, in their order, on the CPU."""
-    parts = []
-    for item in items:
-        for sample in item if isinstance(item, list) else [item]:
-            parts.append(_ids_of_sample(sample))
-    return _joined(parts)
+    fields = [x for item in items for x in (item if isinstance(item, list) else [item])]
+    return _joined([_ids_in(x) for x in fields])
 
 
-def _ids_of_sample(sample: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By key, the values of a sample, or of those of a pack that have tokens."""
+def _ids_in(fields: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By key, the values of one sample, or of those samples of a pack that have tokens."""
     has_tokens = torch.tensor([True])
-    if "padded_seq_len" not in sample:
-        has_tokens = sample["cu_seqlens"].reshape(-1).diff().cpu() > 0
-    ids = {key: x.reshape(-1).cpu() for key, x in sample.items() if is_by_sample(key)}
+    if "padded_seq_len" not in fields:
+        has_tokens = fields["cu_seqlens"].reshape(-1).diff().cpu() > 0
+    ids = {key: x.reshape(-1).cpu() for key, x in fields.items() if is_by_sample(key)}
+    if "dataset_id" in fields:
+        ids.setdefault("dataset_ids", torch.full(has_tokens.shape, int(fields["dataset_id"])))
     for key, x in ids.items():
         if len(x) != len(has_tokens):
             raise DataError(

@@ -119,13 +119,13 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             z = (logits_c.to(dtype) - top_c) / temperature
             exp = z.exp()
             exp_z = torch.where(exp == 0, 0, exp * z)  # 0 for a logit of -inf
-            z_of_label = torch.where(in_shard_c, z.gather(1, index_c), 0)
-            sums.append(torch.stack([exp.sum(dim=1), exp_z.sum(dim=1), z_of_label.squeeze(1)]))
+            label_z = torch.where(in_shard_c, z.gather(1, index_c), 0)
+            sums.append(torch.stack([exp.sum(dim=1), exp_z.sum(dim=1), label_z.squeeze(1)]))
         sums_by_rank = _all_gather(torch.cat(sums, dim=1).unsqueeze(-1), group)
         _refuse_gathered(top_by_rank, sums_by_rank[:, 0], shard)
 
-        sum_exp, sum_exp_z, z_of_label = sums_by_rank.sum(dim=0)
-        log_prob = z_of_label - sum_exp.log()
+        sum_exp, sum_exp_z, label_z = sums_by_rank.sum(dim=0)
+        log_prob = label_z - sum_exp.log()
         entropy = sum_exp.log() - sum_exp_z / sum_exp
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -146,20 +146,20 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             for grad in (grad_log_prob, grad_entropy)
         ]
         for chunk in _chunks(logits_2d, gradient, *saved, *incoming):
-            logits_c, out, index, in_shard, top, sum_exp, entropy, of_log_prob, of_entropy = chunk
+            logits_c, out, index, in_shard, top, sum_exp, entropy, d_log_prob, d_entropy = chunk
             z = (logits_c.to(top.dtype) - top) / ctx.temperature
             p = z.exp() / sum_exp
-            grad = (-p).scatter_add_(1, index, in_shard.to(p.dtype)) * of_log_prob
+            grad = (-p).scatter_add_(1, index, in_shard.to(p.dtype)) * d_log_prob
             if grad_entropy is not None:
                 log_p = (z - sum_exp.log()).clamp(min=_MIN_LOG_PROB)
-                grad -= p * (log_p + entropy) * of_entropy
-            out.copy_(grad.masked_fill((of_log_prob == 0) & (of_entropy == 0), 0))
+                grad -= p * (log_p + entropy) * d_entropy
+            out.copy_(grad.masked_fill((d_log_prob == 0) & (d_entropy == 0), 0))
         return gradient.view(logits.shape), None, None, None
 
 
-def _chunks(*of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tuples of chunks of tensors whose first axis is the tokens."""
-    return zip(*(x.chunk(_CHUNKS) for x in of_tokens), strict=True)
+    return zip(*(x.chunk(_CHUNKS) for x in tensors), strict=True)
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -179,10 +179,10 @@ def _refuse_gathered(top_by_rank: Tensor, sum_exp_by_rank: Tensor, shard: int) -
         return
     is_same = (top_by_rank == top_by_rank[0]) & (sum_exp_by_rank == sum_exp_by_rank[0])
     is_same = is_same.all(dim=0)
-    # A token with NaN tells nothing. Nor does one whose logits are all equal, as those of an output
-    # layer of zeros are: then shards are the same, too.
-    tells = sum_exp_by_rank.isfinite().all(dim=0) & (sum_exp_by_rank != shard).any(dim=0)
-    if bool(tells.any() & (is_same | ~tells).all()):
+    # Tokens with NaN, or whose logits are all equal (an output layer of zeros), do not count: their
+    # shards are the same, too.
+    is_distinctive = sum_exp_by_rank.isfinite().all(dim=0) & (sum_exp_by_rank != shard).any(dim=0)
+    if bool(is_distinctive.any() & (is_same | ~is_distinctive).all()):
         raise HostError(
             "logits must be this rank's shard of the vocabulary, got the same logits on all "
             f"{ranks} tensor-parallel ranks. Build the model with parallel_output=True."
