@@ -33,6 +33,17 @@ TESTS = (
     "tests/host/test_scaling.py",
     "tests/launch/test_any_loop.py",
 )
+NEXT_TESTS = (
+    *TESTS,
+    "tests/host/test_dynamic_cp.py",
+    "tests/host/test_host_losses.py",
+    "tests/host/test_packing_schedulers.py",
+    "tests/host/test_reading.py",
+    "tests/host/test_refused_steps.py",
+    "tests/host/test_wrappers.py",
+    "tests/launch/test_install.py",
+)
+"""Those of `ci/next.sh`, on a commit of Megatron-LM."""
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist[psutil]", "hypothesis", "covertable")
 CONSTRAINTS = {"3.11": "constraints-3.11.txt", "3.12": "constraints.txt"}
 

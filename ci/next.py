@@ -16,8 +16,8 @@ HEAD = """\
 Written by `bash ci/next.sh CHECKOUT`, on [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) at
 `{commit}`, dated {date}: Megatron-Core {version}.
 The tests are those of the older releases above, and those of fully sharded wrappers, of the losses
-that the host scales (routers, multi-token prediction, the indexer of sparse attention) and of the
-settings that are refused (generalized tensor parallelism), and of dynamic context parallelism.
+that Megatron scales itself, of what is read and refused (settings such as generalized tensor
+parallelism), of dynamic context parallelism and of packing schedulers.
 """
 
 

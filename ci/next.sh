@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# bash ci/next.sh CHECKOUT [PATCH ...]
+# bash ci/next.sh CHECKOUT[@COMMIT] [PATCH ...]
 #
 # Runs the exactness tests, the audit and launches of two stock scripts on CHECKOUT instead of the
-# released Megatron-Core; then, without patches, writes ci/next.md, a section of ci/verified.md.
+# released Megatron-Core; then, for its HEAD without patches, writes ci/next.md, a section of
+# ci/verified.md.
 #
-# CHECKOUT is a clone of Megatron-LM, or its git directory. It is only read: its commit is unpacked
-# into build/next, patched, and installed into an environment that sees the packages of ours.
+# CHECKOUT is a clone of Megatron-LM, or its git directory; COMMIT another commit than its HEAD, such
+# as dev. It is only read: its commit is unpacked into build/next, patched, and installed into an
+# environment that sees the packages of ours.
 set -euo pipefail
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
-[[ $# -ge 1 ]] || { sed -n '2,8s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
-checkout=$(realpath "$1")
+[[ $# -ge 1 ]] || { sed -n '2,10s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
+commit=HEAD
+if [[ $1 == *@* ]]; then commit=${1##*@}; fi
+checkout=$(realpath "${1%@*}")
 patches=()
 for patch in "${@:2}"; do patches+=("$(realpath "$patch")"); done
 
@@ -19,7 +23,7 @@ ours=$(bash ci/python.sh mcore,test,docs,plot,rl)
 out=$PWD/build/next
 host=$out/host
 rm -rf "$out" && mkdir -p "$host"
-git -C "$checkout" archive HEAD | tar -x -C "$host"
+git -C "$checkout" archive "$commit" | tar -x -C "$host"
 git init -q "$host" # else git apply would skip what lies in a folder that this repository ignores
 for patch in "${patches[@]}"; do git -C "$host" apply "$patch"; done
 rm -rf "$host/tests" # ours have that name, too
@@ -66,15 +70,13 @@ launch "$exact" pretrain_gpt.py || status=1
 launch "$exact" pretrain_gpt.py --context-parallel-size 2 --calculate-per-token-loss || status=1
 launch "$exact" pretrain_hybrid.py --hybrid-layer-pattern '*-*-' --spec local_layers stack || status=1
 
-mapfile -t tests < <("$ours" -c 'import noxfile; print(*noxfile.TESTS, sep="\n")')
-tests+=(tests/host/test_{wrappers,host_losses,refused_steps}.py tests/launch/test_install.py)
-tests+=(tests/host/test_{dynamic_cp,packing_schedulers}.py)
+mapfile -t tests < <("$ours" -c 'import noxfile; print(*noxfile.NEXT_TESTS, sep="\n")')
 "$python" -m pytest --timeout 600 -q -W ignore --show-capture=no \
     -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
     --junitxml="$out/report.xml" "${tests[@]}" </dev/null || status=1
 
-if [[ ${#patches[@]} -eq 0 ]]; then
-    commit=$(git -C "$checkout" log -1 --format='%H, %cs')
-    "$ours" ci/next.py "$out/report.xml" "$commit" "$out/launches.md" >ci/next.md
+if [[ $commit == HEAD && ${#patches[@]} -eq 0 ]]; then
+    dated=$(git -C "$checkout" log -1 --format='%H, %cs')
+    "$ours" ci/next.py "$out/report.xml" "$dated" "$out/launches.md" >ci/next.md
 fi
 exit "$status"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,11 @@ def test_the_way_of_a_call_is_counted_as_it_runs() -> None:
     assert "   1 mcore/step.py                    Step.run\n" in done.stdout
     assert "   2 mcore/step.py                    Step.loss\n" in done.stdout
     assert "mcore/checks/scaling.py" not in done.stdout
+
+
+def test_the_tests_that_run_on_other_releases_exist() -> None:
+    noxfile = runpy.run_path(str(ROOT / "noxfile.py"))
+    assert [name for name in noxfile["NEXT_TESTS"] if not (ROOT / name).exists()] == []
 
 
 # `patches/check.py`, on folders that hold the lines that the patches sit between, so that every
