@@ -53,8 +53,8 @@ class Setting(NamedTuple):
     needed: str
     """The end of the sentence "NAME must be ..."."""
     allowed: Container[Any] = OFF
-    remedy: str = ""
-    """By default: change it, or unset the environment variable."""
+    remedy: str = f"Change it, or unset {VARIABLE}."
+    """The second sentence of the error."""
 
 
 _printed: set[str] = set()
@@ -103,8 +103,8 @@ def check_settings(config: Any, *settings: Setting) -> None:
         for key in setting.name.removeprefix("--").replace("-", "_").split("."):
             value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
         if value not in setting.allowed:
-            remedy = setting.remedy or f"Change {setting.name}, or unset {VARIABLE}."
-            raise HostError(f"{setting.name} must be {setting.needed}, got {value}. {remedy}")
+            name, needed, _, remedy = setting
+            raise HostError(f"{name} must be {needed}, got {value}. {remedy}")
 
 
 def read_aggregation(

@@ -95,7 +95,7 @@ def use_framework(standins: str, folder: str) -> None:
     sys.path.insert(1, folder)
 
 
-def ignore_masks_of_padding() -> None:
+def ignore_padding_masks() -> None:
     """As Transformer Engine does where attention is causal."""
     from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
 

@@ -61,7 +61,7 @@ from megatron_loss_agg.launch.flags import VARIABLE  # noqa: E402
 from tests.frameworks.harness import (  # noqa: E402
     Terms,
     attempt,
-    ignore_masks_of_padding,
+    ignore_padding_masks,
     token_values,
 )
 from tests.host.reference import Reference, of_samples  # noqa: E402
@@ -70,7 +70,7 @@ gc.freeze()  # ms-swift collects garbage in every run, which would look at all t
 ADAPTER = "megatron_loss_agg.frameworks.ms_swift"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, EOS = 26, 27
-ignore_masks_of_padding()
+ignore_padding_masks()
 
 
 class NormLinear(ColumnParallelLinear):
@@ -213,7 +213,7 @@ def all_references(
     log_probs = (answer_log_probs(model, text) for text in texts)
     found = of_samples(model, ({"loss": -x, "dft": -x * x.detach().exp()} for x in log_probs))
 
-    def of_pairs() -> Iterator[Terms]:
+    def pair_losses() -> Iterator[Terms]:
         for pair in pairs:
             chosen, rejected = (answer_log_probs(model, text).sum() for text in pair)
             with torch.no_grad():
@@ -221,4 +221,4 @@ def all_references(
             margin = (chosen - old_chosen) - (rejected - old_rejected)
             yield {"pairs": -logsigmoid(0.1 * margin).view(1)}
 
-    return {**found, **of_samples(model, of_pairs())}
+    return {**found, **of_samples(model, pair_losses())}
