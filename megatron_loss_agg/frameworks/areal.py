@@ -1,6 +1,6 @@
 """AReaL's PPO, critic and SFT on Megatron: trainers whose engines weigh every token.
 
-Stands on `TrainEngine.train_batch(input_, loss_fn, loss_weight_fn)`, which the engines here override,
+Stands on `TrainEngine.train_batch(input_, loss_fn, loss_weight_fn)`, overridden by the engines here,
 and on the methods of AReaL's trainers that create an engine. AReaL's loss of an optimizer step of N
 tokens is, over micro-batches k of ``n_k`` tokens,
 
@@ -35,7 +35,7 @@ with required_release("AReaL", "1.0.4"):
     from areal import PPOTrainer as ArealPPOTrainer
     from areal import SFTTrainer as ArealSFTTrainer
 
-    # 1.0.3, which has no DPO, divides losses by the number of micro-batches once too often.
+    # 1.0.3 divides losses by the number of micro-batches once too often; it has no DPO engine.
     from areal.engine.megatron_engine import (  # noqa: F401
         MegatronDPOEngine,
         MegatronLMEngine,

@@ -67,7 +67,7 @@ def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
     """miles's own training data of ``samples``, with the denominators of the plan.
 
     Raises:
-        HostError: a denominator below 1, or a setting by which miles does not divide by them.
+        HostError: a denominator below 1, or a setting under which miles does not divide by them.
         OptionError: the aggregation needs microbatches, into which miles splits samples later.
     """
     # There are no microbatches yet.

@@ -1,6 +1,6 @@
 """NeMo-RL's GRPO, PPO and SFT on Megatron: a policy whose `train` weighs every sample.
 
-Stands on `PolicyInterface.train(data, loss_fn)`, which the driver calls with the whole batch, and on
+Stands on `PolicyInterface.train(data, loss_fn)`, called by the driver with the whole batch, and on
 the `LossFunction` protocol: NeMo-RL sends the loss function to its workers with the batch. Here the
 driver adds a column with ``c_s`` to the batch. With ``v = sample_mask``, NeMo-RL's loss of a global
 batch is
@@ -182,7 +182,7 @@ class AggregatedLoss:
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
-        # The loss is a sum over samples of sample_mask times a loss, which is its derivative.
+        # The loss is a sum of sample_mask times a sample's loss: its derivative is that loss.
         (losses,) = torch.autograd.grad(loss, sample_mask, retain_graph=True)
         aggregated = (weights * sample_mask.detach() * losses).sum()
         return loss, {**metrics, "loss": aggregated.item()}

@@ -115,7 +115,7 @@ def replace_denominators(
         if prompts is None:
             prompts, per_prompt = _prompts_by_index(args, data, framework, patch_hint)
 
-    # torch knows no backend of the wrapper in which slime puts groups that it destroys for a while.
+    # slime wraps groups that it destroys for a while, and torch finds no backend for the wrapper.
     group = mpu.get_data_parallel_group()
     group = getattr(group, "group", group)
     denominators = torch.ones(len(masks), dtype=torch.float64)

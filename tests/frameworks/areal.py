@@ -118,7 +118,7 @@ def _engine(model: str, backend: str, **options: Any) -> Any:
 
 
 def _allocation(backend: str, name: str = "") -> Any:
-    """As AReaL's parser, which needs lark, reads ``megatron:d1c2``."""
+    """The allocation of ``megatron:d1c2``. AReaL's parser of it needs lark."""
     from areal.api import ParallelStrategy
 
     name, sizes = backend.split(":")
@@ -145,7 +145,7 @@ def _set_up(engine: Any, model: str) -> Any:
 
 
 def _predict_values(model: Any) -> None:
-    """Let it predict a value for each token, which is the log-probability of the next one."""
+    """Let it predict a value for each token: the log-probability of the next one."""
     predict = model.forward
 
     def forward(input_ids: Tensor, *args: Any, **more: Any) -> Tensor:
@@ -196,7 +196,7 @@ def _advantages(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """For a critic, whose values are near the policy's log-probabilities; returns are rewards."""
+    """For a critic with values near the policy's log-probabilities; returns are rewards."""
     mask = group["loss_mask"].float().roll(-1, -1)
     rewards = group["rewards"].unsqueeze(-1).expand_as(mask).contiguous()
     return {**group, "loss_mask": mask, "values": group["prox_logp"], "returns": rewards}

@@ -1,4 +1,4 @@
-"""ms-swift's command line on a CPU: all its own code, but for what needs a GPU or a network.
+"""ms-swift's command line on a CPU: all its own code, except where it needs a GPU or a network.
 
 For the ranks alone, as importing it changes the process. Stood in for are Transformer Engine's
 layers, by Megatron's own, and ModelScope's hub.
@@ -157,7 +157,7 @@ def settings() -> str:
 
 
 def import_adapter() -> str:
-    """The error where ms-swift lacks what the adapter replaces."""
+    """The error of the import where ms-swift lacks a function that the adapter replaces."""
     os.environ[VARIABLE] = "--loss-aggregation sample_mean"
     trainers = importlib.import_module("swift.megatron.trainers")
     stock = dict(vars(trainers.BaseMegatronTrainer))
@@ -168,7 +168,7 @@ def import_adapter() -> str:
 
 
 def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> tuple[Any, ...]:
-    """`Trained`, by a step of SGD, which subtracts the gradient times ``lr``."""
+    """`Trained`; a step of SGD subtracts the gradient times ``lr``."""
     saved = output / "checkpoint-1"
     before, after = (load_file(x / "model.safetensors") for x in (model, saved))
     gradient = {name: (before[name] - x) / lr for name, x in after.items()}
@@ -193,7 +193,7 @@ def llama(folder: Path) -> Any:
 
 
 def answer_log_probs(model: Any, text: Text) -> Tensor:
-    """Of the tokens of the answer, and its EOS."""
+    """Log-probabilities of the answer's tokens, and of its EOS."""
     tokens = torch.tensor([*map(LETTERS.index, "".join(text)), EOS])
 
     def logits(ids: Tensor, positions: Tensor, _: None) -> Tensor:

@@ -200,7 +200,7 @@ def _worker(batching: str, sampling: Any) -> Any:
 
     from tests.host import gpt
 
-    # Of Megatron-Bridge: what a model-parallel group of one rank makes of it.
+    # Functions of Megatron-Bridge, for a model-parallel group of one rank.
     module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     module.logical_and_across_model_parallel_group = lambda value, mp_group: value
     module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value

@@ -105,7 +105,7 @@ class LogProbs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An optimizer step, or what is expected of it."""
+    """The result of an optimizer step, or the expected one."""
 
     gradient: Gradient
     metrics: dict[str, float]
@@ -211,7 +211,7 @@ def refused(mode: str, rejected: str = "", **options: Any) -> Run:
 
 
 def reweighed(run: Run, factor: Callable[[int], float]) -> Run:
-    """With the weight of every token times a factor, which depends on its place in the answer."""
+    """The run with each token's weight times a factor of its place in the answer."""
     changed = (
         [(i, [x * factor(t) for t, x in enumerate(sample)]) for i, sample in step]
         for step in run.weights
@@ -227,7 +227,7 @@ WRONG = 1e-3  # the least error of stock code, where the page says that its mean
 
 @dataclass
 class Report:
-    """Collects rows and what failed.
+    """Collects rows of the table, and failures.
 
     Args:
         use: lets a process import the framework from a folder.
@@ -316,7 +316,7 @@ class Report:
         return run.near or (name if name in self.own else next(alike, next(iter(self.own))))
 
     def reference(self, rope: bool) -> tuple[list[LogProbs], dict[str, list[Step]]]:
-        """By step log-probabilities near the model's, and what is expected of each run.
+        """Log-probabilities near the model's, by step; and the expected steps of each run.
 
         Computed once.
         """
@@ -341,7 +341,7 @@ def _train(
     runs: list[Run],
     log_probs: list[LogProbs],
 ) -> list[list[Step] | str]:
-    """On a rank: of each run its steps, or what refused it."""
+    """On a rank: the steps of each run, or its error."""
     from tests.host import gpt
 
     use(checkout)

@@ -367,7 +367,7 @@ RUNS_WITH_SEAM: Runs = {
 
 
 def compared(report: Report, *words: str) -> Report:
-    """Of `slime` or `miles`: under data and context parallelism."""
+    """Compare `slime` or `miles` under data and context parallelism."""
     report.compare(", ".join(["DP 2", *words]), 1)
     report.compare(", ".join(["CP 2, zigzag", *words]), 2)
     report.compare(", ".join(["CP 2, contiguous", *words]), 2, rope=False, allgather_cp=True)

@@ -97,7 +97,7 @@ def reference() -> tuple[Reference, dict[str, Weights]]:
 
 
 def error(seen: dict[str, Any], mode: str) -> float:
-    """Of the gradients of a rank, the largest over its steps."""
+    """The largest error of a rank's gradients over its steps."""
     whole, weights = reference()
     expected = whole.gradient(weights[mode])
     return max(relative_error(gradient, expected) for gradient in seen["gradients"])

@@ -95,7 +95,7 @@ def conversation(text: tuple[str, str], **options: Any) -> dict[str, Any]:
 
 
 def on_ranks(name: str, number: int, *args: Any, initialized: bool = True) -> list[Any]:
-    """What a function of `tests.frameworks.ms_swift` returns; only ranks import it."""
+    """The results of a function of `tests.frameworks.ms_swift`; only ranks import that module."""
     preload = "tests.frameworks.ms_swift"
     return run_ranks(_call, number, name, *args, preload=preload, initialized=initialized)
 
@@ -142,7 +142,7 @@ def train(
     worker: bool = False,
     ranks: int = 2,
 ) -> Any:
-    """What was trained, or the error. Stock without ``flags``."""
+    """The trained model, or the error; of stock ms-swift without ``flags``."""
     output = Path(mkdtemp(dir=INPUTS))
     given = arguments(output, {name: x for some in settings for name, x in some.items()})
     given += ["--external_plugins", str(PLUGIN)] if plugin else []
@@ -163,7 +163,7 @@ def references() -> dict[str, Reference]:
 
 
 def weights(mode: str, scaled: bool = False) -> Weights:
-    """Of every answer and its EOS, times the ``loss_scale``, which no denominator counts."""
+    """The weights of every answer and its EOS, times ``loss_scale``; no denominator counts that."""
     step = [
         Sample((float(len(prompt) < MAX_LENGTH),) * (len(answer) + 1), 0, 0)
         for prompt, answer in TEXTS

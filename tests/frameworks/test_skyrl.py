@@ -172,7 +172,7 @@ def train(log_probs: list[LogProbs], _: Any, calls: int = 1, **options: Any) -> 
 
 
 async def _generate(_: Any) -> dict[str, Any]:
-    """What SkyRL's generator returns."""
+    """The output of SkyRL's generator."""
     texts = [(a.tokens()[: a.prompt_length], a.tokens()[a.prompt_length :]) for a in ANSWERS]
     prompts = [answer.prompt for answer in ANSWERS]
     rollouts = [*(answer.rollout for answer in ANSWERS), None]
@@ -208,7 +208,7 @@ def _configured(settings: dict[str, Any]) -> Any:
 
 
 class _Dispatch:
-    """In place of Ray: gives this rank's worker its own part of what the trainer sends to all."""
+    """In place of Ray: gives this rank's worker its part of the trainer's batch."""
 
     def __init__(self, cfg: Any, model: Any, calls: int) -> None:
         from megatron.core import parallel_state
@@ -268,7 +268,7 @@ def _worker(cfg: Any, model: Any, optimizer: KeepGradients) -> Any:
 
 
 def _fill_in(log_probs: list[LogProbs], data: Any) -> Any:
-    """What the trainer's inference steps add; responses are aligned to the right."""
+    """Add the columns of the trainer's inference steps; responses are aligned to the right."""
     shape = data["loss_mask"].shape
     for name in ("action_log_probs", "base_action_log_probs", "advantages"):
         data[name] = torch.zeros(shape, dtype=torch.float32)
@@ -436,7 +436,7 @@ def test_a_policy_loss_is_proportional_to_advantages_or_refused() -> None:
 
 
 def compare_losses() -> None:
-    """Of weighted advantages, with the sum of each sample's loss times its weight."""
+    """Compare the loss of weighted advantages with the weighted sum of the samples' losses."""
     use(str(PEERS))
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, PolicyLossType
     from skyrl.train.config import SkyRLTrainConfig

@@ -72,7 +72,7 @@ def shipped(rank: int, seam: bool = False, **changes: Any) -> dict[str, Any]:
 
 
 def weights(data: dict[str, Any]) -> list[list[float]]:
-    """Of every token, as slime's loss has them."""
+    """The weight of every token in slime's loss."""
     rows = zip(data["loss_masks"], data["rollout_mask_sums"], strict=True)
     return [(mask / denominator.clamp(min=1) / ROLLOUTS).tolist() for mask, denominator in rows]
 
@@ -96,7 +96,7 @@ def weights_by_mode(modes: list[tuple[str, str]], seam: bool) -> Any:
 
 
 def expected(mode: str, rejected: str = "") -> list[list[list[float]]]:
-    """By rank, in the order of its rows."""
+    """The weights of each rank, in the order of its rows."""
     by_rank: list[list[list[float]]] = [[], []]
     for answers in STEPS:
         masks = [tuple(map(float, a.mask)) if rejected else a.trained_mask() for a in answers]

@@ -1,4 +1,4 @@
-"""verl's own step, with and without our adapter, which verl loads and whose engine it chooses.
+"""verl's own step, with and without our adapter: verl loads it, and chooses its engine.
 
 verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini- and microbatches,
 nested tensors, the forward pass with context parallelism, losses, and what the loss function
@@ -122,7 +122,7 @@ DEALT = {
 So the scheduler of Megatron-LM's branch dev deals them, at d48bd6b.
 """
 HAS_SCHEDULER = hasattr(data_schedule, "DefaultDynamicCPScheduler")
-"""Whether this Megatron-Core has that scheduler, which no release up to 0.19 has."""
+"""True on branch dev; no release of Megatron-Core up to 0.19 has that scheduler."""
 
 
 class Dealer:
@@ -227,7 +227,7 @@ def train(log_probs: list[LogProbs], _: Any, **changed: Any) -> list[Step]:
 
 
 class _ValueHead(torch.nn.Linear):
-    """What verl puts in place of a critic's output layer: here the entropy is the value."""
+    """In place of a critic's output layer, as in verl: here the entropy is the value."""
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         log_p = super().forward(hidden).log_softmax(-1)
@@ -235,7 +235,7 @@ class _ValueHead(torch.nn.Linear):
 
 
 def _worker(options: Namespace) -> Any:
-    """verl's worker and engine, with what their constructors would have made."""
+    """verl's worker and engine, with the attributes that their constructors set."""
     from verl.utils.profiler import DistProfiler
     from verl.workers.config import McoreEngineConfig
     from verl.workers.engine import EngineRegistry
@@ -336,7 +336,7 @@ def kl_cov(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float)
 
 
 def register_own_losses() -> None:
-    """Policy losses as a user may write them, which do not call `agg_loss`."""
+    """Policy losses of a user, without a call of `agg_loss`."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     def own_mean(**inputs: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -440,7 +440,7 @@ RUNS: Runs = {
 
 @pytest.fixture(scope="session")
 def compared() -> tuple[list[str], tuple[Any, Any]]:
-    """What failed; and all steps of two data-parallel ranks, of stock verl and with the adapter."""
+    """The failures; and all steps of two data-parallel ranks, of stock verl and with the adapter."""
     report = Report(
         use, train, (str(PEERS),) * 2, {**OWN, **PER_TOKEN}, RUNS, batch=(STEP,), adapt=adapt
     )
@@ -577,7 +577,7 @@ def failed_imports() -> list[str]:
 
 
 def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
-    """`SETTINGS`, and what verl's configuration makes of them: Ray's variables, and modes."""
+    """`SETTINGS`; and Ray's variables and the modes in the configuration that they give."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
@@ -591,7 +591,7 @@ def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
 
 
 def started() -> dict[str, str]:
-    """What engines say as they start, and what a critic's first step prints."""
+    """The errors of engines as they start, and the output of a critic's first step."""
     from verl.workers.config import EngineConfig, McoreEngineConfig
     from verl.workers.engine import EngineRegistry
 
@@ -622,7 +622,7 @@ def before_training(package: str) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="session")
 def seen() -> tuple[Any, ...]:
-    """Of `before_training`, on one rank."""
+    """The results of `before_training` on one rank."""
     return run_host_ranks(before_training, 1, str(PEERS))[0]  # type: ignore[no-any-return]
 
 

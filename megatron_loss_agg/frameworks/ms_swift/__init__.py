@@ -1,7 +1,7 @@
 """ms-swift: a plugin file that hooks Megatron's schedule, and hands ms-swift's losses to the hook.
 
-Stands on ``--external_plugins``, which takes the path of a file alone. ms-swift runs it in every
-process that trains, before the trainer. Its SFT has the mean over all tokens of the step, and its
+Stands on ``--external_plugins``, the path of a file. ms-swift runs it in every process that trains,
+before the trainer. Its SFT has the mean over all tokens of the step, and its
 DPO the mean over micro-batches of the mean over their pairs. The hook makes both
 
     sum over tokens (or pairs) of c_s * loss
