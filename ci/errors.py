@@ -52,6 +52,8 @@ class Source:
                 continue
             if node.func.id in vars(errors):
                 name, message = node.func.id, node.args[0]
+            elif node.func.id == "Setting":  # a row of a framework's refusals
+                name, message = "HostError", _refusal(node)
             elif node.func.id == _RAISES_ITS_LAST_ARGUMENT:
                 name, message = "PeerError", node.args[-1]
             else:
@@ -86,6 +88,16 @@ class Source:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return (self._text(left) or "…") + (self._text(right) or "…")
         return None
+
+
+def _refusal(setting: ast.Call) -> ast.expr:
+    """The message that `frameworks.check_settings` makes of a row."""
+    options = {keyword.arg: keyword.value for keyword in setting.keywords}
+    name, needed, _, remedy, *_ = [*setting.args, *[None] * 4]
+    default = ast.Constant("Change it, or unset MEGATRON_LOSS_AGG_FLAGS.")
+    parts = name, " must be ", needed, ", got …. ", remedy or options.get("remedy", default)
+    values = [ast.Constant(x) if isinstance(x, str) else x for x in parts]
+    return ast.JoinedStr(values)
 
 
 def fixed(text: str) -> int:

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             from megatron_loss_agg import frameworks
             from megatron_loss_agg.launch import doctor
 
-            return doctor.main(args[1:], frameworks.settings_of, [*frameworks.PACKAGES])
+            return doctor.main(args[1:], frameworks.adapter_settings, [*frameworks.PACKAGES])
         if args[:1] == ["explain"]:
             from megatron_loss_agg import explain
 

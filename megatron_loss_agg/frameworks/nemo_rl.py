@@ -1,8 +1,9 @@
 """NeMo-RL's GRPO, PPO and SFT on Megatron: a policy whose `train` weighs every sample.
 
-Stands on `PolicyInterface.train(data, loss_fn)`, which the driver calls with the whole batch, and on
+Stands on `PolicyInterface.train(data, loss_fn)`, called by the driver with the whole batch, and on
 the `LossFunction` protocol: NeMo-RL sends the loss function to its workers with the batch. Here the
-driver adds ``c_s`` to it as a column. NeMo-RL's loss of a global batch is, with ``v = sample_mask``,
+driver adds a column with ``c_s`` to the batch. With ``v = sample_mask``, NeMo-RL's loss of a global
+batch is
 
     L = (1 / G) sum_s v_s sum_t m_t l_t                G = global_valid_toks, or
     L = (1 / N) sum_s v_s (1 / M_s) sum_t m_t l_t      N = global_valid_seqs, if not token_level_loss
@@ -20,18 +21,20 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_lines, print_none
+from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.frameworks import (
+    Setting,
+    check_aggregation,
+    check_settings,
+    print_first_lines,
+    read_aggregation,
+    required_release,
+)
 
-try:
+with required_release("NeMo-RL", "0.6.0"):
     from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
     from nemo_rl.algorithms.loss.interfaces import LossType
     from nemo_rl.data.multimodal_utils import PackedTensor
-except ImportError as error:
-    raise HostError(
-        f"NeMo-RL must be 0.6.0 or later, whose losses take log-probabilities, got one without them "
-        f"({error}). Install such a version of NeMo-RL."
-    ) from error
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
@@ -42,6 +45,15 @@ aggregate_losses(policy)
 """
 
 COLUMN = "loss_coefficients"
+MEGATRON_WORKERS = Setting(
+    "megatron_cfg.enabled", "true, so that Megatron trains the policy", (True,)
+)
+NO_POSITIVE_EXAMPLES = Setting(
+    "positive_example_nll_weight",
+    "0, since its term is a mean over each microbatch",
+    (0, None),
+    "Change loss_fn.",
+)
 
 
 def aggregate_losses(policy: Any) -> Any:
@@ -51,28 +63,18 @@ def aggregate_losses(policy: Any) -> Any:
 
     Raises:
         OptionError: a mode that needs more than NeMo-RL sends.
-        HostError: a policy that is not trained by Megatron's workers on the batch that it is given.
+        HostError: a policy whose workers are not Megatron's, or do not get the driver's batch.
     """
-    agg = aggregation_from_environment()
+    agg = read_aggregation("NeMo-RL", {"prompt"}, has_weights=True)
     if agg is None:
-        print_none("NeMo-RL's")
         return policy
-    if not agg.units <= {"all", "sample", "prompt"}:
-        raise OptionError(
-            "--loss-aggregation must be a mean over tokens, samples or prompts in NeMo-RL, which "
-            f"has no other ids, got {agg.label!r}. Choose token_mean, sample_mean or prompt_mean."
-        )
-    if not policy.cfg.get("megatron_cfg", {}).get("enabled"):
-        raise HostError(
-            "the policy must be trained by Megatron, got DTensor workers. Set "
-            "policy.megatron_cfg.enabled=true, or unset MEGATRON_LOSS_AGG_FLAGS."
-        )
+    check_settings(policy.cfg, MEGATRON_WORKERS)
     if hasattr(policy, "train_from_meta"):
         raise HostError(
             "the batch must pass through the driver, got a policy of the data plane. Set "
             "data_plane.enabled=false, or unset MEGATRON_LOSS_AGG_FLAGS."
         )
-    # As in NeMo-RL's own means, unless the flags say otherwise.
+    # The default is as in NeMo-RL's own means.
     agg = replace(
         agg, rejected=agg.rejected or "skip", sample_weights=agg.sample_weights or "count"
     )
@@ -82,7 +84,7 @@ def aggregate_losses(policy: Any) -> Any:
         data: Any, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, **more: Any
     ) -> Any:
         if not eval_mode:
-            _check(agg, data, loss_fn)
+            _check_loss(agg, data, loss_fn)
             size = gbs or policy.cfg["train_global_batch_size"]
             data = type(data)({**data, COLUMN: _coefficients(agg, data, size)})
             loss_fn = AggregatedLoss(loss_fn)
@@ -92,25 +94,17 @@ def aggregate_losses(policy: Any) -> Any:
     return policy
 
 
-def _check(agg: LossAggregation, data: Any, loss_fn: Any) -> None:
+def _check_loss(agg: LossAggregation, data: Any, loss_fn: Any) -> None:
+    """Raise if the weights do not fit the loss, or the batch does not tell its prompts apart."""
     if type(loss_fn) not in (ClippedPGLossFn, NLLLossFn):
         raise HostError(
             f"the loss must be ClippedPGLossFn or NLLLossFn, got {type(loss_fn).__name__}, whose sum "
             "is another. Unset MEGATRON_LOSS_AGG_FLAGS."
         )
-    if getattr(loss_fn, "positive_example_nll_weight", 0):
-        raise HostError(
-            "positive_example_nll_weight must be 0, since its term is a mean over each microbatch, "
-            f"got {loss_fn.positive_example_nll_weight}. Change loss_fn."
-        )
-    if "prompt" not in agg.units:
-        return
+    check_settings(loss_fn, NO_POSITIVE_EXAMPLES)
     if type(loss_fn) is NLLLossFn:
-        raise OptionError(
-            f"--loss-aggregation must be a mean over tokens or samples in SFT, which has no prompts, "
-            f"got {agg.label!r}. Choose sample_mean."
-        )
-    if any(isinstance(x, PackedTensor) for x in data.values()):
+        check_aggregation(agg, "NeMo-RL's SFT", set(), has_weights=True)
+    if "prompt" in agg.units and any(isinstance(x, PackedTensor) for x in data.values()):
         raise HostError(
             "prompts must be text, since they are told apart by their tokens, got images, video or "
             "audio. Choose sample_mean."
@@ -142,7 +136,7 @@ def _coefficients(agg: LossAggregation, data: Any, size: int) -> Tensor:
 def _prompts(data: Any) -> Tensor:
     """A number for each prompt: the tokens before the first generated one, as for advantages.
 
-    NeMo-RL's rows may come in any order: dynamic sampling drops single samples of a prompt.
+    The position of a row does not tell its prompt: dynamic sampling drops single samples.
     """
     tokens, positions = data["input_ids"], torch.arange(data["input_ids"].shape[1])
     is_generated = data["token_mask"] != 0
@@ -154,13 +148,13 @@ def _prompts(data: Any) -> Tensor:
 
 
 class AggregatedLoss:
-    """A loss function of NeMo-RL, with each sample weighed by a column of the batch."""
+    """A loss function of NeMo-RL that weighs each sample by a column of the batch."""
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = loss_fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loss_fn":  # not there yet while it is unpickled
+        if name.startswith("__") or name == "loss_fn":  # missing while it is unpickled
             raise AttributeError(name)
         return getattr(self.loss_fn, name)
 
@@ -188,7 +182,7 @@ class AggregatedLoss:
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
-        # The loss is a sum over samples of sample_mask times a loss, which is its derivative.
+        # The loss is a sum of sample_mask times a sample's loss: its derivative is that loss.
         (losses,) = torch.autograd.grad(loss, sample_mask, retain_graph=True)
         aggregated = (weights * sample_mask.detach() * losses).sum()
         return loss, {**metrics, "loss": aggregated.item()}

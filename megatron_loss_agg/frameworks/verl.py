@@ -1,4 +1,4 @@
-"""verl, Megatron engine: an engine of `EngineRegistry`, which verl prefers to its own by its vendor.
+"""verl's Megatron engine: engines of `EngineRegistry` that verl prefers to its own by their vendor.
 
 With ``loss_agg_mode=token-mean`` each of verl's losses is a sum over tokens, and Megatron averages
 its gradient over data-parallel ranks:
@@ -6,9 +6,9 @@ its gradient over data-parallel ranks:
     dp_size / batch_num_tokens * sum_t m_t * loss_t
 
 Here ``batch_num_tokens`` is 1, and `weigh` multiplies the gradient of the model's outputs by the
-coefficient ``c_s`` of their row. So the gradient is that of ``sum_t m_t * c_s * loss_t``, whichever
-losses are added up: policy, KL, entropy, distillation, value. For the reported losses, verl's loss
-function is called once more, within `SumsByRow`.
+coefficient ``c_s`` of their row. So the gradient is that of ``sum_t m_t * c_s * loss_t``, for every
+loss in the sum: policy, KL, entropy, distillation, value. For the reported losses, verl's loss
+function is called once more, within `WeightedSums`.
 
 `VERL_USE_EXTERNAL_MODULES` loads this module into every process that imports verl.
 ``model.external_lib`` would not do: a critic with processes of its own does not import it.
@@ -29,39 +29,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from verl import __version__
-from verl.utils import device
-from verl.utils import tensordict_utils as tu
-from verl.utils.metric import AggregationType, Metric
-from verl.workers.engine import EngineRegistry
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment, print_first_lines, print_none
+from megatron_loss_agg.errors import DataError, HostError
+from megatron_loss_agg.frameworks import (
+    Setting,
+    aggregation_from_environment,
+    check_aggregation,
+    check_settings,
+    print_first_lines,
+    print_inactive,
+    required_release,
+)
+
+with required_release("verl", "0.9.0"):
+    from verl.utils import device
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.metric import AggregationType, Metric
+    from verl.workers.engine import EngineRegistry
+
+    if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
+        raise ImportError("engines are registered without a vendor")
 
 SETTINGS = """\
 +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=megatron_loss_agg.frameworks.verl
 '+ray_kwargs.ray_init.runtime_env.env_vars.MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"'
 actor_rollout_ref.actor.loss_agg_mode=token-mean"""
-"""Further arguments of ``python -m verl.trainer.main_ppo``; Ray hands the variables to all workers."""
+"""More arguments of ``python -m verl.trainer.main_ppo``; Ray hands the variables to all workers."""
 
 COEFFICIENTS = "loss_coefficients"
-"""The column of a batch that has ``c_s`` of each row."""
-UID_OF_PADDING = re.compile(r"pad[0-9a-f]{32}")
-"""The uids of rows that verl adds to even out ranks."""
-WITHOUT_TOKEN_MEAN = {
+"""The column of a batch with ``c_s`` of each row."""
+PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
+"""The uids of rows that verl adds so that all ranks have equally many."""
+TOKEN_MEAN = Setting(
+    "loss_agg_mode",
+    "token-mean, since another would weigh rows a second time",
+    ("token-mean", None),  # losses without the setting are sums over tokens
+    "Set loss_agg_mode=token-mean, and choose the mode by MEGATRON_LOSS_AGG_FLAGS.",
+)
+OTHER_POLICY_LOSSES = {
     "sapo": "always is a mean over samples",
     "geo_mean": "has a mean of its own",
     "clip_cov": "draws tokens at random, so that the reported loss would be of others",
 }
-"""Policy losses that cannot be weighed: why."""
+"""Policy losses that cannot be weighed, each with the reason."""
 
 Metrics = dict[str, Any]
 LossFunction = Callable[..., tuple[Tensor, Metrics]]
 
 
 def aggregation() -> LossAggregation | None:
-    """The aggregation in the environment, in which rows of padding do not count unless told to.
+    """The aggregation in the environment; by default rows of padding do not count.
 
     Raises:
         OptionError: bad flags, or a mode that needs more than verl's rows have.
@@ -69,11 +87,7 @@ def aggregation() -> LossAggregation | None:
     agg = aggregation_from_environment()
     if agg is None:
         return None
-    if "microbatch" in agg.units:
-        raise OptionError(
-            f"{agg.label} needs the microbatches before the step, which verl makes in the step. "
-            "Choose another --loss-aggregation, such as token_mean."
-        )
+    check_aggregation(agg, "verl", {"prompt", "rollout"})
     return agg if agg.rejected is not None else replace(agg, rejected="skip")
 
 
@@ -91,7 +105,7 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
     prompts = sessions = padding = None
     if "uid" in data:
         prompts = [str(uid) for uid in tu.get(data, "uid")]
-        padding = torch.tensor([bool(UID_OF_PADDING.fullmatch(uid)) for uid in prompts])
+        padding = torch.tensor([bool(PADDING_UID.fullmatch(uid)) for uid in prompts])
     if "is_padding" in data:
         padding = data["is_padding"].bool()
     if prompts and "session_id" in data:
@@ -113,67 +127,73 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
     )
 
 
-def check_settings(loss_function: LossFunction) -> None:
-    """Raise HostError if verl's configuration says that a loss is no token mean."""
+def check_loss_config(loss_function: LossFunction) -> None:
+    """Raise HostError if a loss is no token mean by verl's configuration."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    mode = getattr(config, "loss_agg_mode", "token-mean")
-    if mode != "token-mean":
-        raise HostError(
-            f"loss_agg_mode must be token-mean, got {mode}, which would weigh rows a second time. "
-            "Set loss_agg_mode=token-mean, and choose the mode by MEGATRON_LOSS_AGG_FLAGS."
-        )
+    check_settings(config, TOKEN_MEAN)
     name = getattr(getattr(config, "policy_loss", None), "loss_mode", "vanilla")
-    if name in WITHOUT_TOKEN_MEAN:
+    if name in OTHER_POLICY_LOSSES:
         raise HostError(
             f"policy_loss.loss_mode must be a token mean, got {name}, which "
-            f"{WITHOUT_TOKEN_MEAN[name]}. Choose another, such as vanilla or gspo."
+            f"{OTHER_POLICY_LOSSES[name]}. Choose another, such as vanilla or gspo."
         )
 
 
-class SumsByRow(TorchFunctionMode):
-    """Multiplies rows by weights wherever a matrix of [rows, tokens] with a gradient is summed up.
+class WeightedSums(TorchFunctionMode):
+    """Multiplies rows by weights wherever a matrix [rows, tokens] with a gradient is summed up.
 
-    Sums without a gradient are of other things, such as a mean of importance weights.
+    A sum without a gradient is no loss, but a statistic, such as a mean of importance weights.
     """
 
-    def __init__(self, weights: Tensor) -> None:
+    def __init__(self, row_weights: Tensor) -> None:
         super().__init__()
-        self.weights = weights
+        self.row_weights = row_weights
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        sums_all = all(x is None for x in (*args[1:], *options.values()))
-        if function is Tensor.sum and sums_all and args[0].dim() == 2 and args[0].requires_grad:
-            return (args[0] * self.weights.unsqueeze(-1)).sum()
+        is_whole_sum = function is Tensor.sum and all(
+            x is None for x in (*args[1:], *options.values())
+        )
+        if is_whole_sum and args[0].dim() == 2 and args[0].requires_grad:
+            return (args[0] * self.row_weights.unsqueeze(-1)).sum()
         return function(*args, **options)
 
 
-def weighed(
-    loss_function: LossFunction, check: bool, model_output: Any, data: Any, dp_group: Any
+def weighed_loss(
+    loss_function: LossFunction, is_first: bool, model_output: Any, data: Any, dp_group: Any
 ) -> tuple[Tensor, Metrics]:
-    """verl's loss of a microbatch with weights ``m_t * c_s``, times ``dp_size``; and its metrics."""
+    """verl's loss of a microbatch with weights ``m_t * c_s``, times ``dp_size``; and its metrics.
+
+    Args:
+        is_first: the first step, so the loss function is checked.
+    """
     c = data[COEFFICIENTS]
     call = partial(loss_function, data=data, dp_group=dp_group)
-    if check:
+    if is_first:
         check_loss(call, model_output, data)
     tu.assign_non_tensor(data, batch_num_tokens=1)
-    of_gradient, metrics = call(model_output={k: weigh_rows(x, c) for k, x in model_output.items()})
-    with SumsByRow(c):
-        loss, reported = call(model_output=model_output)
-    metrics.update({name: x for name, x in reported.items() if is_sum(x)})
-    return loss.detach() + (of_gradient - of_gradient.detach()), metrics
+    weighed_output = {key: weigh_rows(x, c) for key, x in model_output.items()}
+    gradient_loss, metrics = call(model_output=weighed_output)
+    with WeightedSums(c):
+        loss, weighted_metrics = call(model_output=model_output)
+    metrics.update({name: x for name, x in weighted_metrics.items() if is_sum(x)})
+    # The value of one, with the gradient of the other.
+    return loss.detach() + (gradient_loss - gradient_loss.detach()), metrics
 
 
 def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
-    """Raise HostError if not all of the loss is divided by the tokens, and summed up by rows."""
+    """Raise HostError if a part of the loss is not divided by the tokens, or not summed by rows.
+
+    The whole loss is 0 if it is divided by infinitely many tokens, and if all rows weigh 0.
+    """
     ones, advantages = torch.ones_like(data[COEFFICIENTS]), data.get("advantages")
-    if advantages is not None:  # those of a first step may all be 0
+    if advantages is not None:  # advantages of a first step may all be 0, and so hide a part
         data["advantages"] = torch.ones_like(advantages)
-    for tokens, weights in (math.inf, ones), (1, 0 * ones):
-        tu.assign_non_tensor(data, batch_num_tokens=tokens)
-        with SumsByRow(weights):
+    for num_tokens, row_weights in (math.inf, ones), (1, 0 * ones):
+        tu.assign_non_tensor(data, batch_num_tokens=num_tokens)
+        with WeightedSums(row_weights):
             loss, _ = call(model_output=model_output)
         if loss != 0:
             raise HostError(
@@ -185,37 +205,37 @@ def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
 
 
 def weigh_rows(x: Any, c: Tensor) -> Any:
-    """The jagged ``x`` itself, whose gradient is multiplied by the coefficient of its row."""
+    """The jagged ``x``, with its gradient multiplied by the coefficient of each row."""
     if not x.requires_grad:
         return x
     values = x.values()
-    of_token = c.repeat_interleave(x.offsets().diff(), output_size=len(values))
-    weights = of_token.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    token_weights = c.repeat_interleave(x.offsets().diff(), output_size=len(values))
+    weights = token_weights.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
     return torch.nested.nested_tensor_from_jagged(weigh(values, weights), x.offsets())
 
 
 def is_sum(metric: Any) -> bool:
-    """Whether verl adds the metric up, as it does losses; it averages others."""
+    """True for a metric that verl adds up, as it does losses; it averages all others."""
     return isinstance(metric, Metric) and metric.aggregation is AggregationType.SUM
 
 
-class Aggregating:
+class AggregatingEngine:
     """Mixed into verl's Megatron engines."""
 
-    role = ""  # for the first line
-    checks_loss = True  # in the first step
+    model_name = ""  # for the first line
+    is_first_step = True
 
     def train_batch(self: Any, data: Any, loss_function: LossFunction) -> Any:
         agg = aggregation()
         if agg is not None:
-            check_settings(loss_function)
+            check_loss_config(loss_function)
             plan = step_plan(agg, data, self.get_data_parallel_group())
-            print_first_lines(plan, self.role)
+            print_first_lines(plan, self.model_name)
             data[COEFFICIENTS] = plan.coefficients(0).float()
         else:
-            print_none("verl's")
+            print_inactive("verl")
         output = super().train_batch(data, loss_function)  # type: ignore[misc]
-        self.checks_loss = False
+        self.is_first_step = False
         return output
 
     def forward_backward_batch(
@@ -231,23 +251,23 @@ class Aggregating:
     def postprocess_micro_batch_func(
         self: Any, output: Any, data: Any, forward_only: bool, loss_function: Any, **more: Any
     ) -> Any:
-        weighs = COEFFICIENTS in data and not forward_only
-        if weighs:
-            loss_function = partial(weighed, loss_function, self.checks_loss)
+        is_weighed = COEFFICIENTS in data and not forward_only
+        if is_weighed:
+            loss_function = partial(weighed_loss, loss_function, self.is_first_step)
         result = super().postprocess_micro_batch_func(  # type: ignore[misc]
             output, data, forward_only, loss_function, **more
         )
-        floors_tokens = len(result) == 3 and not self.engine_config.dynamic_context_parallel
-        if weighs and floors_tokens:
+        has_floored_tokens = len(result) == 3 and not self.engine_config.dynamic_context_parallel
+        if is_weighed and has_floored_tokens:
             loss, tokens, report = result
             return loss, self.with_missing_tokens(tokens, data), report
         return result
 
     def with_missing_tokens(self: Any, tokens: Tensor, data: Any) -> Tensor:
-        """Token count of this rank; the first one adds those that all context-parallel ranks lack.
+        """This rank's token count; the first context-parallel rank adds the tokens in no count.
 
-        Megatron divides gradients by the sum of the counts, and verl multiplies the loss by all
-        tokens. Where it floors the share of a rank, some are in no count.
+        Megatron divides gradients by the sum of the counts, and verl multiplies the loss by the
+        number of tokens. verl rounds the share of each rank down, so the counts sum to less.
         """
         group = self.get_context_parallel_group()
         total = tokens.clone()
@@ -256,8 +276,8 @@ class Aggregating:
         return tokens + (missing.to(tokens) if dist.get_rank(group) == 0 else 0)
 
 
-class Refusing:
-    """Mixed into verl's other engines, which would train without the aggregation."""
+class RefusingEngine:
+    """Mixed into verl's other engines: they would train without the aggregation."""
 
     def initialize(self: Any) -> None:
         if aggregation() and not self.engine_config.forward_only:
@@ -272,25 +292,21 @@ def register() -> None:
     """Register an engine beside each of verl's, for the vendor of this machine."""
     vendor = os.getenv("VERL_ENGINE_VENDOR") or device.get_vendor()
     for kind, backends in EngineRegistry._engines.items():
-        role = {"role": "critic" if kind == "value_model" else ""}
+        attributes = {"model_name": "critic" if kind == "value_model" else ""}
         for backend, engines in backends.items():
-            mixin = Aggregating if backend == "megatron" else Refusing
+            mixin = AggregatingEngine if backend == "megatron" else RefusingEngine
+            # A copy, since the registry grows; keys that are no string are of other vendors.
             for name, engine in [(x, y) for x, y in engines.items() if isinstance(x, str)]:
-                ours = type(engine.__name__, (mixin, engine), role)
-                EngineRegistry.register(kind, backend, name, vendor)(ours)
+                mixed = type(engine.__name__, (mixin, engine), attributes)
+                EngineRegistry.register(kind, backend, name, vendor)(mixed)
 
 
 def refuse_flags() -> None:
-    """Raise OptionError or DataError now for flags that need more than verl's rows have."""
+    """Raise an error now for flags that need more than verl's rows have, by a plan of one row."""
     agg = aggregation()
     if agg is not None:
         StepPlan.from_mask_sums(agg, [1.0], prompt_ids=["0"], rollout_ids=["0"])
 
 
-if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
-    raise HostError(
-        f"verl must be 0.9.0 or newer, whose engines are registered by vendor, got {__version__}. "
-        "Install verl>=0.9.0."
-    )
 refuse_flags()
 register()

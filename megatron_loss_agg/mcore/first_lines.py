@@ -1,4 +1,4 @@
-"""The first lines of the log: how the hook reads the run."""
+"""The first lines of the log: the losses, counts and settings as the hook understood them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 
 
-def prints_first_lines(call: Call) -> bool:
-    """Whether this rank is the one that prints: the first of the last pipeline stage."""
+def is_printing_rank(call: Call) -> bool:
+    """True on one rank of a model: the first of the last pipeline stage."""
     groups = call.groups
     is_first = not any(dist.get_rank(group) for group in (groups.dp, groups.cp, groups.tp))
     return groups.is_last_stage and is_first
@@ -30,55 +30,54 @@ def first_lines(
     call: Call,
     terms: Mapping[str, Term],
     plans: Mapping[str, StepPlan],
-    is_empty: bool,
+    without_tokens: bool,
     split: str,
-    measured: float | None,
-    further: Iterable[tuple[str, str]],
+    factor: float | None,
+    extra_rows: Iterable[tuple[str, str]],
 ) -> str:
     """The terms, counts and settings of a training step, or of a call of an evaluation.
 
     Args:
-        is_empty: it has no active token.
-        measured: the result of `checks.scaling`.
-        further: more lines, by label.
+        without_tokens: True if every token is masked or rejected.
+        factor: the measured gradients as a multiple of the planned ones; None if not measured.
+        extra_rows: more lines, each a label and its text.
     """
     formulas = {
-        name: formula(plan.aggregation, None if is_empty else plan.counts)
+        name: formula(plan.aggregation, None if without_tokens else plan.counts)
         for name, plan in plans.items()
     }
     title, rows = title_and_weights(terms, formulas)
-    first = plan_of_first_term(plans)
-    kinds = {"rows" if x.starts is None else "packed sequences" for x in first.shapes}
+    plan = plan_of_first_term(plans)  # counts of microbatches and samples are the same for all
+    kinds = {"rows" if x.starts is None else "packed sequences" for x in plan.shapes}
     rows += [
-        ("step" if call.trains else "evaluation", _microbatches(call, first)),
-        ("counts", counts_in_words(first.counts, " and ".join(sorted(kinds, reverse=True)))),
+        ("step" if call.trains else "evaluation", _microbatches(call, plan)),
+        ("counts", counts_in_words(plan.counts, " and ".join(sorted(kinds, reverse=True)))),
     ]
-    if is_empty:
+    if without_tokens:
         later = "the first step with tokens gets such lines, too"
         rows.append(("empty", f"every token is masked or rejected; {later}"))
-    if any(call.groups.cp_rank_in(x).size > 1 for x in first.shapes if x.starts is not None):
+    if any(call.groups.cp_rank_in(x).size > 1 for x in plan.shapes if x.starts is not None):
         rows.append(("split", f"{split}, over context-parallel ranks"))
-    rows += further
+    rows += extra_rows
     if call.trains:
-        rows.append(("measured", measured_in_words(measured)))
+        rows.append(("measured", factor_in_words(factor)))
     return in_lines(title, rows)
 
 
-def audit_lines(measured: float | None, scale: MegatronScale) -> str:
-    """The result of `checks.scaling`, and Megatron's scaling that was measured."""
+def audit_lines(factor: float | None, scale: MegatronScale) -> str:
+    """The factor as in `first_lines`, and the scaling of Megatron that it was measured under."""
     ranks = number_of(scale.data_parallel_size, "data-parallel rank")
     numbers = f"{number_of(scale.num_microbatches, 'microbatch')} on this rank of {ranks}"
     return in_lines(
-        f"loss aggregation audit: {measured_in_words(measured)}",
+        f"loss aggregation audit: {factor_in_words(factor)}",
         [("of", numbers), ("Megatron", scale.in_words())],
     )
 
 
-def measured_in_words(measured: float | None) -> str:
-    """The result of `checks.scaling`."""
-    if measured is None:
+def factor_in_words(factor: float | None) -> str:
+    if factor is None:
         return "gradients are not measured, but trusted"
-    return f"gradients are {measured:.6f} times the planned ones"
+    return f"gradients are {factor:.6f} times the planned ones"
 
 
 def _microbatches(call: Call, plan: StepPlan) -> str:

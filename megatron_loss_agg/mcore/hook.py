@@ -25,7 +25,7 @@ from megatron_loss_agg.mcore.call import Call, defaults_of, stock
 from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.first_lines import audit_lines, first_lines, prints_first_lines
+from megatron_loss_agg.mcore.first_lines import audit_lines, first_lines, is_printing_rank
 from megatron_loss_agg.mcore.forward_step import hooks, name_of
 from megatron_loss_agg.mcore.parts.modes import ModeReports, also_aggregations
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
@@ -280,7 +280,7 @@ class LossHook:
         if {"step", kind} & self._printed:
             return
         self._printed.add(kind)
-        if prints_first_lines(call):
+        if is_printing_rank(call):
             split = self.split if self.verified.splits else f"{self.split} (not verified)"
             further = [(name, str(value)) for name, value in self._settings.items()]
             for extension in self.extensions:

@@ -83,8 +83,8 @@ def train(
     engine = _engine(model, backend or f"megatron:d{2 // cp}c{cp}", **options)
     optimizer = _set_up(engine, model)
     rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    for step, of_step in zip(STEPS, log_probs, strict=True):
-        groups = _groups(step, of_step)[rank::ranks]
+    for step, step_log_probs in zip(STEPS, log_probs, strict=True):
+        groups = _groups(step, step_log_probs)[rank::ranks]
         if model == "SFT":
             engine.train_lm(groups)
         elif model == "critic":
@@ -118,7 +118,7 @@ def _engine(model: str, backend: str, **options: Any) -> Any:
 
 
 def _allocation(backend: str, name: str = "") -> Any:
-    """As AReaL's parser, which needs lark, reads ``megatron:d1c2``."""
+    """The allocation of ``megatron:d1c2``. AReaL's parser of it needs lark."""
     from areal.api import ParallelStrategy
 
     name, sizes = backend.split(":")
@@ -129,7 +129,7 @@ def _allocation(backend: str, name: str = "") -> Any:
 
 
 def _set_up(engine: Any, model: str) -> Any:
-    """What its `initialize` does after it has loaded a model; returns the optimizer."""
+    """Do the part of its `initialize` after a model is loaded; return the optimizer."""
     from areal.engine.megatron_engine import _MegatronModelList
 
     from tests.host import gpt
@@ -145,7 +145,7 @@ def _set_up(engine: Any, model: str) -> Any:
 
 
 def _predict_values(model: Any) -> None:
-    """Let it predict a value for each token, which is the log-probability of the next one."""
+    """Let it predict a value for each token: the log-probability of the next one."""
     predict = model.forward
 
     def forward(input_ids: Tensor, *args: Any, **more: Any) -> Tensor:
@@ -179,7 +179,7 @@ def _trajectory(
     return {
         "input_ids": padded(tokens),
         "attention_mask": padded([torch.ones(len(x), dtype=torch.bool) for x in tokens]),
-        "loss_mask": placed([torch.tensor(answer.kept()).int() for answer in answers]),
+        "loss_mask": placed([torch.tensor(answer.trained_mask()).int() for answer in answers]),
         "logprobs": placed(old),
         # Of the policy and of a teacher, by their forward passes: where a token is predicted.
         "prox_logp": placed(old, shift=1),
@@ -196,7 +196,7 @@ def _advantages(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """For a critic, whose values are near the policy's log-probabilities; returns are rewards."""
+    """For a critic with values near the policy's log-probabilities; returns are rewards."""
     mask = group["loss_mask"].float().roll(-1, -1)
     rewards = group["rewards"].unsqueeze(-1).expand_as(mask).contiguous()
     return {**group, "loss_mask": mask, "values": group["prox_logp"], "returns": rewards}
@@ -212,16 +212,16 @@ def cispo(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) 
     return {"loss": -ratio * reward * lp + KL * (lp - ref)}
 
 
-def with_ratio_of_sample(
+def with_sample_ratio(
     lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
 ) -> Terms:
     """GSPO in place of the policy loss."""
     answers = [a for step in STEPS for a in step if (a.reward, len(a.mask)) == (reward, len(lp))]
-    (mask,) = {a.kept() for a in answers}
+    (mask,) = {a.trained_mask() for a in answers}
     return {"loss": gspo(lp, old, mask, reward) + KL * (lp - ref)}
 
 
-def of_values(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
+def value_loss(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float) -> Terms:
     """A critic's clipped loss."""
     clipped = old + (lp - old).clamp(-CLIP, CLIP)
     return {"loss": 0.5 * torch.maximum((lp - reward).square(), (clipped - reward).square())}
@@ -233,13 +233,13 @@ CRITIC, SFT = {"model": "critic"}, {"model": "SFT"}
 OWN: Runs = {
     "token_mean": stock(with_teacher, "token_mean"),
     "token_mean, CISPO": stock(cispo, "token_mean", **CISPO),
-    "token_mean, GSPO": stock(with_ratio_of_sample, "token_mean", **GSPO),
+    "token_mean, GSPO": stock(with_sample_ratio, "token_mean", **GSPO),
     "SFT": Run(options=SFT),  # divides by 1e-5 + the tokens of a microbatch
 }
 RUNS: Runs = {
     **{mode: exact(with_teacher, mode) for mode in OURS},
     **{f"{mode}, CISPO": exact(cispo, mode, **CISPO) for mode in OURS},
-    "prompt_mean, GSPO": exact(with_ratio_of_sample, "prompt_mean", **GSPO),
+    "prompt_mean, GSPO": exact(with_sample_ratio, "prompt_mean", **GSPO),
     **{f"{mode}, SFT": exact(nll, mode, **SFT) for mode in ("sample_mean", "constant")},
     "sample_mean, without empty ones": exact(with_teacher, "sample_mean", empty="skip"),
     "rollout_mean": refused("rollout_mean"),
@@ -256,24 +256,24 @@ RUNS: Runs = {
     },
 }
 # AReaL's critic has no context parallelism.
-OWN_OF_CRITIC: Runs = {"token_mean, critic": stock(of_values, "token_mean", **CRITIC)}
-RUNS_OF_CRITIC: Runs = {f"{mode}, critic": exact(of_values, mode, **CRITIC) for mode in OURS}
+CRITIC_OWN: Runs = {"token_mean, critic": stock(value_loss, "token_mean", **CRITIC)}
+CRITIC_RUNS: Runs = {f"{mode}, critic": exact(value_loss, mode, **CRITIC) for mode in OURS}
 
 
 def report(*checkouts: str) -> Any:
     found = Report(use, train, checkouts, OWN, RUNS, adapt=adapt)
-    critic = Report(use, train, checkouts, OWN_OF_CRITIC, RUNS_OF_CRITIC, adapt=adapt)
+    critic = Report(use, train, checkouts, CRITIC_OWN, CRITIC_RUNS, adapt=adapt)
     found.compare("DP 2", 1)
     critic.compare("DP 2", 1)
     found.compare("CP 2", 2)
-    (problems,) = run_host_ranks(_problems_of_classes, 1, checkouts[1])
+    (problems,) = run_host_ranks(_class_problems, 1, checkouts[1])
     # AReaL reports no loss, and so there is no metric to compare.
     rows = [(*row[:3], "", row[4]) for row in found.rows + critic.rows]
     return rows, found.failures + critic.failures + problems
 
 
-def _problems_of_classes(checkout: str) -> list[str]:
-    """What is wrong with the engines as a single controller, or one's own code, uses them."""
+def _class_problems(checkout: str) -> list[str]:
+    """Faults of the engines where a single controller, or one's own code, uses them."""
     use(checkout)
     adapt()
     del os.environ["AREAL_SPMD_MODE"]
@@ -290,8 +290,8 @@ def _problems_of_classes(checkout: str) -> list[str]:
         "critic": adapter.AggregatedPPOCritic,
         "SFT": adapter.AggregatedLMEngine,
     }.items():
-        of_workers = _engine(model, "megatron:d2").train_engine
-        path = f"{of_workers.__module__}.{of_workers.__name__}"  # as its controllers write it
+        worker_class = _engine(model, "megatron:d2").train_engine
+        path = f"{worker_class.__module__}.{worker_class.__name__}"  # as its controllers write it
         if import_from_string(path) is not expected:
             problems.append(f"workers of the {model} get {path}")
     engine = object.__new__(adapter.AggregatedLMEngine)

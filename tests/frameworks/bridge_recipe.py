@@ -42,7 +42,7 @@ def use_bridge() -> None:
 
     utils.compile_helpers = lambda: None  # the wheel ships them compiled
     use_peers(STANDINS)
-    # Their ``__init__`` import every model; here they import what is asked for.
+    # Their ``__init__`` import every model; here they import a model when it is asked for.
     for name in ("megatron.bridge", "megatron.bridge.models", "megatron.bridge.recipes"):
         _import_empty(name)
     distillation = importlib.import_module("modelopt.torch.distill.plugins.megatron")
@@ -122,7 +122,7 @@ sequences = functools.partial(steps.sequences, lengths=LENGTHS, vocab=EOS, seed=
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    """Train, and return what this rank has seen."""
+    """Train, and return the results of this rank."""
     parser = argparse.ArgumentParser(epilog="Other arguments are overrides, as run_recipe.py's.")
     parser.add_argument("layout", choices=["rows", "packs"])
     parser.add_argument("--multiple", type=int, default=1, help="of a sample's length in a pack")
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
 
 
 def _run_recipe(script: Path, recipe: ConfigContainer, overrides: list[str], watch: Watch) -> None:
-    """By Bridge's script, which finds recipes and training loops by name."""
+    """Run Bridge's script; it finds recipes and training loops by name."""
     sys.path.insert(0, str(script.parent))
     recipes: Any = sys.modules["megatron.bridge.recipes"]
     recipes.vanilla_gpt_pretrain_config = lambda: recipe
@@ -162,7 +162,7 @@ def _run_recipe(script: Path, recipe: ConfigContainer, overrides: list[str], wat
 
 
 class Watch(Callback):
-    """Keeps what a rank sees: gradients and reports of each step, and of the evaluation."""
+    """Keeps a rank's gradients and reports of each step, and of the evaluation."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {"gradients": [], "reports": []}

@@ -95,7 +95,7 @@ def use_framework(standins: str, folder: str) -> None:
     sys.path.insert(1, folder)
 
 
-def ignore_masks_of_padding() -> None:
+def ignore_padding_masks() -> None:
     """As Transformer Engine does where attention is causal."""
     from megatron_loss_agg.mcore.cpu.attention import GatheredAttention
 
@@ -126,7 +126,7 @@ def page(framework: str) -> str:
 
 
 def run_in_bash(command: str, **environment: str) -> str:
-    """The output of a page's command, which must succeed; with this Python's programs."""
+    """Run a page's command with this Python's programs; it must succeed. Return its output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-ec", command],
@@ -142,7 +142,7 @@ def run_in_bash(command: str, **environment: str) -> str:
 
 
 def patched_copy(package: str, folder: Path) -> str:
-    """Copy the package into ``folder`` and patch it there as its page says; what was printed."""
+    """Copy the package into ``folder``, and run its page's commands there; return their output."""
     shutil.copytree(PEERS / package, folder / package)
     # After the installation of ours, and the line that finds the folder of theirs.
     block = re.search(r"```bash\npip [^\n]*\n(\w+)=[^\n]*\n(.*?)```", page(package), re.DOTALL)

@@ -92,7 +92,7 @@ def train(log_probs: list[LogProbs], _: Any, rounded: bool = False, **options: A
 
     actor.train = train
     actor.Timer().start_time["train_wait"] = 0.0  # as from the last rollout on
-    worker = slime.actor_of("miles", args, scored)
+    worker = slime.stub_actor("miles", args, scored)
     try:
         actor.MegatronTrainRayActor.train_actor(worker, 0, rollout, witness_info=None, attempt=0)
     except InterruptedError:
@@ -128,11 +128,11 @@ LEAST = "denominators must be at least 1"
 RUNS: Runs = {
     **slime.RUNS,
     **slime.REMOVED,
-    "prompt_mean": slime.because(f"{LEAST}.*got 0.5", "prompt_mean"),
-    "sum": slime.because(LEAST, "sum"),
-    "microbatch_mean": slime.because("microbatches must be known", "microbatch_mean"),
+    "prompt_mean": slime.refused_with(f"{LEAST}.*got 0.5", "prompt_mean"),
+    "sum": slime.refused_with(LEAST, "sum"),
+    "microbatch_mean": slime.refused_with("got microbatch_mean", "microbatch_mean"),
 }
-SETTINGS_OF_CONVERT = {
+CONVERT_SETTINGS = {
     "--delay-split-train-data-by-dp": {"delay_split_train_data_by_dp": True},
     "--use-dynamic-global-batch-size": {"use_dynamic_global_batch_size": True},
     "--object-store-backend": {"object_store_backend": "mooncake"},
@@ -147,8 +147,8 @@ REFUSED: Runs = {
         if name in ("per token", "with a reducer", "with a loss of the user", "dataset_mean")
     },
     **{
-        words: slime.because(words, "token_mean", **options)
-        for words, options in SETTINGS_OF_CONVERT.items()
+        words: slime.refused_with(words, "token_mean", **options)
+        for words, options in CONVERT_SETTINGS.items()
     },
 }
 RUNS_WITH_SEAM: Runs = {

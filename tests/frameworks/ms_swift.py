@@ -1,4 +1,4 @@
-"""ms-swift's command line on a CPU: all its own code, but for what needs a GPU or a network.
+"""ms-swift's command line on a CPU: all its own code, except where it needs a GPU or a network.
 
 For the ranks alone, as importing it changes the process. Stood in for are Transformer Engine's
 layers, by Megatron's own, and ModelScope's hub.
@@ -61,7 +61,7 @@ from megatron_loss_agg.launch.flags import VARIABLE  # noqa: E402
 from tests.frameworks.harness import (  # noqa: E402
     Terms,
     attempt,
-    ignore_masks_of_padding,
+    ignore_padding_masks,
     token_values,
 )
 from tests.host.reference import Reference, of_samples  # noqa: E402
@@ -70,7 +70,7 @@ gc.freeze()  # ms-swift collects garbage in every run, which would look at all t
 ADAPTER = "megatron_loss_agg.frameworks.ms_swift"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, EOS = 26, 27
-ignore_masks_of_padding()
+ignore_padding_masks()
 
 
 class NormLinear(ColumnParallelLinear):
@@ -157,7 +157,7 @@ def settings() -> str:
 
 
 def import_adapter() -> str:
-    """The error where ms-swift lacks what the adapter replaces."""
+    """The error of the import where ms-swift lacks a function that the adapter replaces."""
     os.environ[VARIABLE] = "--loss-aggregation sample_mean"
     trainers = importlib.import_module("swift.megatron.trainers")
     stock = dict(vars(trainers.BaseMegatronTrainer))
@@ -168,7 +168,7 @@ def import_adapter() -> str:
 
 
 def trained(model: Path, output: Path, lr: float, texts: list[Text]) -> tuple[Any, ...]:
-    """`Trained`, by a step of SGD, which subtracts the gradient times ``lr``."""
+    """`Trained`; a step of SGD subtracts the gradient times ``lr``."""
     saved = output / "checkpoint-1"
     before, after = (load_file(x / "model.safetensors") for x in (model, saved))
     gradient = {name: (before[name] - x) / lr for name, x in after.items()}
@@ -193,7 +193,7 @@ def llama(folder: Path) -> Any:
 
 
 def answer_log_probs(model: Any, text: Text) -> Tensor:
-    """Of the tokens of the answer, and its EOS."""
+    """Log-probabilities of the answer's tokens, and of its EOS."""
     tokens = torch.tensor([*map(LETTERS.index, "".join(text)), EOS])
 
     def logits(ids: Tensor, positions: Tensor, _: None) -> Tensor:
@@ -213,7 +213,7 @@ def all_references(
     log_probs = (answer_log_probs(model, text) for text in texts)
     found = of_samples(model, ({"loss": -x, "dft": -x * x.detach().exp()} for x in log_probs))
 
-    def of_pairs() -> Iterator[Terms]:
+    def pair_losses() -> Iterator[Terms]:
         for pair in pairs:
             chosen, rejected = (answer_log_probs(model, text).sum() for text in pair)
             with torch.no_grad():
@@ -221,4 +221,4 @@ def all_references(
             margin = (chosen - old_chosen) - (rejected - old_rejected)
             yield {"pairs": -logsigmoid(0.1 * margin).view(1)}
 
-    return {**found, **of_samples(model, of_pairs())}
+    return {**found, **of_samples(model, pair_losses())}

@@ -49,7 +49,7 @@ from tests.frameworks.report import (
     refused,
     with_score,
 )
-from tests.frameworks.report import exact as exact_of_batch
+from tests.frameworks.report import exact as exact_over
 from tests.host.harness import run_host_ranks
 from tests.host.steps import VOCAB
 
@@ -200,7 +200,7 @@ def _worker(batching: str, sampling: Any) -> Any:
 
     from tests.host import gpt
 
-    # Of Megatron-Bridge: what a model-parallel group of one rank makes of it.
+    # Functions of Megatron-Bridge, for a model-parallel group of one rank.
     module.get_pg_collection = lambda model: SimpleNamespace(mp=None)
     module.logical_and_across_model_parallel_group = lambda value, mp_group: value
     module.reduce_max_stat_across_model_parallel_group = lambda value, mp_group: value
@@ -246,7 +246,7 @@ def _config(batching: str, cp: int) -> dict[str, Any]:
 
 
 def _batch(log_probs: list[LogProbs], fraction: float = 1.0) -> Any:
-    """What the driver sends: two global batches, padded to one width.
+    """The driver's data: two global batches, padded to one width.
 
     Args:
         fraction: the sample_mask of samples with a positive reward.
@@ -282,7 +282,7 @@ def _batch(log_probs: list[LogProbs], fraction: float = 1.0) -> Any:
     )
 
 
-def with_ratio_of_sample(
+def with_sample_ratio(
     lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float
 ) -> Terms:
     """GSPO in place of the policy loss."""
@@ -298,8 +298,8 @@ GSPO = {**BY_SEQUENCES, "sequence_level_importance_ratios": True}
 # The most probable tokens alone; the KL term is of all.
 TOP_K = {"sampling": {"top_k": VOCAB // 2}}
 FRACTIONS = {"fraction": 0.25}
-exact = partial(exact_of_batch, batch=BATCH)
-stock = partial(exact, given="")
+exact = partial(exact_over, batch=BATCH)
+stock = partial(exact, our_flags="")
 OWN: Runs = {
     "token_mean": stock(with_score, "token_mean", "skip"),
     "sample_mean": stock(with_score, "sample_mean", "skip", **BY_SEQUENCES),
@@ -317,14 +317,16 @@ RUNS: Runs = {
 }
 # In two places.
 FURTHER_OWN: Runs = {
-    "sample_mean, GSPO": stock(with_ratio_of_sample, "sample_mean", "skip", **GSPO),
+    "sample_mean, GSPO": stock(with_sample_ratio, "sample_mean", "skip", **GSPO),
     "top-k": Run(options=TOP_K),
     "fractions": Run(options=FRACTIONS),
 }
 FURTHER: Runs = {
-    "token_mean, by default": exact(with_score, "token_mean", "skip", given=flags("token_mean")),
+    "token_mean, by default": exact(
+        with_score, "token_mean", "skip", our_flags=flags("token_mean")
+    ),
     **{
-        f"{mode}, GSPO": exact(with_ratio_of_sample, mode, "skip", **GSPO)
+        f"{mode}, GSPO": exact(with_sample_ratio, mode, "skip", **GSPO)
         for mode in ("sample_mean", "prompt_mean")
     },
     "top-k": Run(flags("token_mean"), {**TOP_K, **BY_SEQUENCES}),
@@ -351,12 +353,12 @@ def report(*checkouts: str) -> Any:
             gradient, metrics = errors(ours[name], theirs[name])
             holds = gradient < FP32 and metrics < METRICS
             further.check(holds, f"{place}: token_mean with {name} is {gradient:.1e} from stock's")
-    (problems,) = run_host_ranks(_problems_of_driver, 1, checkouts[1])
+    (problems,) = run_host_ranks(_driver_problems, 1, checkouts[1])
     return found.rows + further.rows, found.failures + further.failures + problems
 
 
-def _problems_of_driver(checkout: str) -> list[str]:
-    """What is wrong before anything is sent to a worker."""
+def _driver_problems(checkout: str) -> list[str]:
+    """Faults that show before anything is sent to a worker."""
     use(checkout)
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
     from nemo_rl.data.multimodal_utils import PackedTensor

@@ -46,7 +46,7 @@ class Answer:
     reward: float
     removed: bool = False
 
-    def kept(self) -> tuple[float, ...]:
+    def trained_mask(self) -> tuple[float, ...]:
         """The mask, 0 for a removed sample."""
         return tuple(float(m and not self.removed) for m in self.mask)
 
@@ -105,7 +105,7 @@ class LogProbs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An optimizer step, or what is expected of it."""
+    """The result of an optimizer step, or the expected one."""
 
     gradient: Gradient
     metrics: dict[str, float]
@@ -133,17 +133,17 @@ def nll(lp: Tensor, *_: Any) -> Terms:
 
 @dataclass(frozen=True)
 class Run:
-    """A training of a framework's code, and what it is held to.
+    """A training of a framework's code, and its expected result.
 
     With neither ``losses`` nor ``refusal``, it is there for others to be compared with.
     """
 
     flags: str = ""  # ours; none for stock code
     options: dict[str, Any] = field(default_factory=dict)  # the framework's own
-    losses: Losses | None = None  # of tokens, whose sum by ``weights`` it computes
+    losses: Losses | None = None  # of tokens; the run computes their sum by ``weights``
     weights: tuple[Weights, ...] = ()  # by step
     refusal: str = ""  # a pattern that its error must match from the start
-    near: str = ""  # the stock run that it differs from; or see `Report.near`
+    near: str = ""  # the stock run that it must differ from; or see `Report.near`
 
 
 Runs = dict[str, Run]
@@ -174,31 +174,35 @@ def exact(
     divisor: float = DIVISOR,
     empty: str = "count",
     places: Callable[[Sequence[Answer]], Places] | None = None,
-    given: str | None = None,
+    our_flags: str | None = None,
     near: str = "",
     **options: Any,
 ) -> Run:
-    """By our flags, unless others are ``given``; weights are those of `tests.oracle`.
+    """A run that must be exact, with the weights of `tests.oracle`.
 
     Args:
+        our_flags: in place of those of the mode and its options.
         rejected: ``skip`` or ``count`` for removed samples; otherwise they are without tokens.
         places: a step's samples by rank and microbatch; by default all in one.
     """
-    options_of_oracle = {"divisor": divisor if mode == "constant" else None, "empty": empty}
+    oracle_options = {"divisor": divisor if mode == "constant" else None, "empty": empty}
 
     def weights(step: Sequence[Answer]) -> Weights:
-        masks = [tuple(map(float, a.mask)) if rejected == "count" else a.kept() for a in step]
+        masks = [
+            tuple(map(float, a.mask)) if rejected == "count" else a.trained_mask() for a in step
+        ]
         present = tuple(i for i, a in enumerate(step) if not (rejected == "skip" and a.removed))
         at = places(step) if places else ((present,),)
         samples = [Sample(m, a.prompt, a.rollout) for m, a in zip(masks, step, strict=True)]
-        found = weights_with(mode, at, lambda i, _: samples[i], **options_of_oracle)
-        return [(i, of_tokens) for i, of_tokens in found if not step[i].removed]
+        sample_weights = weights_with(mode, at, lambda i, _: samples[i], **oracle_options)
+        return [(i, w) for i, w in sample_weights if not step[i].removed]
 
-    given = flags(mode, rejected, empty, divisor) if given is None else given
-    return Run(given, options, losses, tuple(map(weights, batch)), near=near)
+    if our_flags is None:
+        our_flags = flags(mode, rejected, empty, divisor)
+    return Run(our_flags, options, losses, tuple(map(weights, batch)), near=near)
 
 
-stock = partial(exact, given="")
+stock = partial(exact, our_flags="")
 """Code without our flags that has the mode as one of its own."""
 
 
@@ -207,23 +211,23 @@ def refused(mode: str, rejected: str = "", **options: Any) -> Run:
 
 
 def reweighed(run: Run, factor: Callable[[int], float]) -> Run:
-    """With the weight of every token times a factor, which depends on its place in the answer."""
+    """The run with each token's weight times a factor of its place in the answer."""
     changed = (
-        [(i, [x * factor(t) for t, x in enumerate(of_sample)]) for i, of_sample in step]
+        [(i, [x * factor(t) for t, x in enumerate(sample)]) for i, sample in step]
         for step in run.weights
     )
     return replace(run, weights=tuple(changed))
 
 
 REFUSALS = (ValueError, NotImplementedError)
-"""By what a framework refuses a run, ours among them."""
+"""The errors with which a framework, or an adapter, refuses a run."""
 METRICS = 1e-5  # bound of a metric's error in fp32, in which terms cancel
-WRONG = 1e-3  # what stock code must be off at least, where the page says that it is
+WRONG = 1e-3  # the least error of stock code, where the page says that its mean is another
 
 
 @dataclass
 class Report:
-    """Collects rows and what failed.
+    """Collects rows of the table, and failures.
 
     Args:
         use: lets a process import the framework from a folder.
@@ -312,7 +316,7 @@ class Report:
         return run.near or (name if name in self.own else next(alike, next(iter(self.own))))
 
     def reference(self, rope: bool) -> tuple[list[LogProbs], dict[str, list[Step]]]:
-        """By step log-probabilities near the model's, and what is expected of each run.
+        """Log-probabilities near the model's, by step; and the expected steps of each run.
 
         Computed once.
         """
@@ -337,7 +341,7 @@ def _train(
     runs: list[Run],
     log_probs: list[LogProbs],
 ) -> list[list[Step] | str]:
-    """On a rank: of each run its steps, or what refused it."""
+    """On a rank: the steps of each run, or its error."""
     from tests.host import gpt
 
     use(checkout)
@@ -374,17 +378,17 @@ def _reference(runs: Runs, rope: bool, batch: Batch, vocab: int, mtp: dict[str, 
         zipped = list(zip(step, tokens, *log_probs, strict=True))
 
         def terms(losses: Losses, zipped: Any = zipped) -> Iterable[Terms]:
-            for answer, of_tokens, old, ref in zipped:
-                of_sample = losses(*of_tokens, old.double(), ref.double(), answer.reward)
-                yield _with_mtp(of_sample, model, answer)
+            for answer, values, old, ref in zipped:
+                sample_terms = losses(*values, old.double(), ref.double(), answer.reward)
+                yield _with_mtp(sample_terms, model, answer)
 
         kinds = {run.losses for run in runs.values()}
         by_losses = {losses: of_samples(model, terms(losses), ["loss"]) for losses in kinds}
         for name, run in runs.items():
-            of_terms, w = by_losses[run.losses], run.weights[number]
-            metrics = {key: term.loss(w) for key, term in of_terms.items()}
+            references, w = by_losses[run.losses], run.weights[number]
+            metrics = {key: term.loss(w) for key, term in references.items()}
             metrics["loss"] -= metrics.get("aggregated_mtp_loss", 0.0)
-            found[name].append(Step(of_terms["loss"].gradient(w), metrics))
+            found[name].append(Step(references["loss"].gradient(w), metrics))
     return given, found
 
 
@@ -398,10 +402,10 @@ def _with_mtp(terms: Terms, model: Any, answer: Answer) -> Terms:
     depths = model.config.mtp_num_layers
     if not depths:
         return terms
-    of_depths = []
+    depth_logits = []
 
     def keep_logits(labels: Tensor, logits: Tensor) -> Tensor:
-        of_depths.append(logits.squeeze(1))
+        depth_logits.append(logits.squeeze(1))
         return torch.zeros_like(labels, dtype=torch.float64)
 
     tokens = answer.tokens()
@@ -411,11 +415,11 @@ def _with_mtp(terms: Terms, model: Any, answer: Answer) -> Terms:
     del model.compute_language_model_loss
     answered = torch.arange(answer.prompt_length, len(tokens))
     losses = torch.zeros(len(answered), dtype=torch.float64)
-    for depth, logits in enumerate(of_depths, start=1):
+    for depth, logits in enumerate(depth_logits, start=1):
         predicting = answered - 1 - depth
         log_p = logits[predicting.clamp(min=0)].log_softmax(-1)
-        of_depth = -log_p.gather(-1, tokens[answered, None]).squeeze(-1)
-        losses = losses + of_depth * (predicting >= 0)
+        depth_losses = -log_p.gather(-1, tokens[answered, None]).squeeze(-1)
+        losses = losses + depth_losses * (predicting >= 0)
     losses = model.config.mtp_loss_scaling_factor / depths * losses
     return {**terms, "loss": terms["loss"] + losses, "aggregated_mtp_loss": losses}
 
@@ -426,14 +430,16 @@ def errors(got: list[Step], expected: list[Step]) -> tuple[float, float]:
     A metric's error is relative to the step's largest metric, since the terms of a loss cancel.
     NaN is the largest.
     """
-    of_gradients, of_metrics = [], [0.0]
+    gradient_errors, metric_errors = [], [0.0]
     for (gradient, metrics), e in zip(got, expected, strict=True):
-        of_gradients.append(relative_error(gradient, e.gradient))
+        gradient_errors.append(relative_error(gradient, e.gradient))
         largest = max(map(abs, e.metrics.values()))
         known = metrics.keys() & e.metrics.keys()
-        of_metrics += [abs(metrics[name] - e.metrics[name]) / largest for name in known]
-    found = (torch.tensor(x, dtype=torch.float64).max() for x in (of_gradients, of_metrics))
-    gradient, metric = map(float, found)
+        metric_errors += [abs(metrics[name] - e.metrics[name]) / largest for name in known]
+    # max() of Python would pass over NaN.
+    gradient, metric = (
+        float(torch.tensor(x, dtype=torch.float64).max()) for x in (gradient_errors, metric_errors)
+    )
     return gradient, metric
 
 

@@ -142,7 +142,7 @@ def train(log_probs: list[LogProbs], _: Any, **options: Any) -> list[Step]:
 
     actor.train, actor.forward_only = train, lambda *_: values
     actor.Timer().start_time["train_wait"] = 0.0  # as from the last rollout on
-    worker = actor_of("slime", args, scored)
+    worker = stub_actor("slime", args, scored)
     if args.custom_advantage_function_path:
         _predict_values(ddp)
         rollout.update(scored)
@@ -156,8 +156,8 @@ def train(log_probs: list[LogProbs], _: Any, **options: Any) -> list[Step]:
     raise AssertionError("nothing was trained")
 
 
-def actor_of(framework: str, args: Namespace, scored: dict[str, Any]) -> Namespace:
-    """A worker, as far as training uses it; other passes of the model return what was ``scored``."""
+def stub_actor(framework: str, args: Namespace, scored: dict[str, Any]) -> Namespace:
+    """A worker, as far as training uses it; other passes of the model return ``scored``."""
     load_function = importlib.import_module(f"{framework}.utils.misc").load_function
 
     def compute_log_prob(*_: Any, store_prefix: str, **__: Any) -> dict[str, Any]:
@@ -262,8 +262,8 @@ def scores(
     lengths = list(zip(rollout["total_lengths"], rollout["response_lengths"], strict=True))
     scored = {}
     for name, kind in (("log_probs", "old"), ("ref_log_probs", "ref")):
-        of_all = [x for step in log_probs for x in getattr(step, kind)]
-        scored[name] = [slice_with_cp(of_all[i], *of) for i, of in zip(rows, lengths, strict=True)]
+        values = [x for step in log_probs for x in getattr(step, kind)]
+        scored[name] = [slice_with_cp(values[i], *n) for i, n in zip(rows, lengths, strict=True)]
     return scored
 
 
@@ -306,7 +306,7 @@ BY_HAND = "--loss-aggregation custom --loss-aggregation-function tests.framework
 RUNS: Runs = {
     **{mode: exact(with_entropy, mode) for mode in (*MODES, "sample_sum", "sum")},
     "custom": reweighed(
-        exact(with_entropy, "prompt_mean", given=BY_HAND + "half_by_prompt"), lambda _: 0.5
+        exact(with_entropy, "prompt_mean", our_flags=BY_HAND + "half_by_prompt"), lambda _: 0.5
     ),
     "sample_mean, without empty ones": exact(with_entropy, "sample_mean", empty="skip"),
     "token_mean, tokens rejected in the loss": rejecting(
@@ -320,30 +320,34 @@ REMOVED: Runs = {
 }
 
 
-def because(words: str, mode: str, rejected: str = "", **options: Any) -> Run:
+def refused_with(words: str, mode: str, rejected: str = "", **options: Any) -> Run:
     """A run that is refused by an error of ours with these words."""
     return replace(refused(mode, rejected, **options), refusal=f"(Host|Option)Error: .*{words}")
 
 
 REFUSED: Runs = {
-    "per token": because("--calculate-per-token-loss", "token_mean", calculate_per_token_loss=True),
-    "with a reducer": because(
+    "per token": refused_with(
+        "--calculate-per-token-loss", "token_mean", calculate_per_token_loss=True
+    ),
+    "with a reducer": refused_with(
         "--custom-pg-loss", "token_mean", custom_pg_loss_reducer_function_path="some.reducer"
     ),
-    "with a loss of the user": because("custom_loss", "token_mean", loss_type="custom_loss"),
-    "prompt_mean, tokens rejected in the loss": because(
+    "with a loss of the user": refused_with("custom_loss", "token_mean", loss_type="custom_loss"),
+    "prompt_mean, tokens rejected in the loss": refused_with(
         "--custom-tis-function-path.*got 0.5", "prompt_mean", **REJECTING
     ),
-    "sum, with MTP": because("--enable-mtp-training", "sum", enable_mtp_training=True),
-    "dataset_mean": because("got dataset", "dataset_mean"),
-    "three rollouts of a prompt": because("got 3 prompts", "prompt_mean", n_samples_per_prompt=3),
-    "the user's data source": because(
+    "sum, with MTP": refused_with("--enable-mtp-training", "sum", enable_mtp_training=True),
+    "dataset_mean": refused_with("got dataset", "dataset_mean"),
+    "three rollouts of a prompt": refused_with(
+        "got 3 prompts", "prompt_mean", n_samples_per_prompt=3
+    ),
+    "the user's data source": refused_with(
         "--data-source-path", "prompt_mean", data_source_path="some.Source"
     ),
 }
 WITHOUT_SEAM: Runs = {
-    "removed samples: skip": because("say whether they were removed", "sample_mean", "skip"),
-    "with a critic": because("for its critic", "token_mean", use_critic=True),
+    "removed samples: skip": refused_with("say whether they were removed", "sample_mean", "skip"),
+    "with a critic": refused_with("for its critic", "token_mean", use_critic=True),
 }
 VALUE = "value loss"
 OWN_WITH_SEAM: Runs = {
@@ -363,7 +367,7 @@ RUNS_WITH_SEAM: Runs = {
 
 
 def compared(report: Report, *words: str) -> Report:
-    """Of `slime` or `miles`: under data and context parallelism."""
+    """Compare `slime` or `miles` under data and context parallelism."""
     report.compare(", ".join(["DP 2", *words]), 1)
     report.compare(", ".join(["CP 2, zigzag", *words]), 2)
     report.compare(", ".join(["CP 2, contiguous", *words]), 2, rope=False, allgather_cp=True)

@@ -97,7 +97,7 @@ def reference() -> tuple[Reference, dict[str, Weights]]:
 
 
 def error(seen: dict[str, Any], mode: str) -> float:
-    """Of the gradients of a rank, the largest over its steps."""
+    """The largest error of a rank's gradients over its steps."""
     whole, weights = reference()
     expected = whole.gradient(weights[mode])
     return max(relative_error(gradient, expected) for gradient in seen["gradients"])
@@ -105,8 +105,7 @@ def error(seen: dict[str, Any], mode: str) -> float:
 
 def expected_reports(mode: str) -> dict[str, float]:
     whole, weights = reference()
-    of_tokens, of_mode = (whole.loss(weights[name]) for name in ("token_mean", mode))
-    return {"lm loss": of_tokens, f"{mode} loss": of_mode}
+    return {"lm loss": whole.loss(weights["token_mean"]), f"{mode} loss": whole.loss(weights[mode])}
 
 
 @pytest.mark.parametrize("case", STOCK_ERRORS, ids=str)

@@ -30,7 +30,7 @@ TOP_K = {"logit_kl_topk": 5}
 def one_step(
     topology: Topology, layout: str, per_token: bool, means: bool = False, **settings: Any
 ) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """The student's parameters after a step of ModelOpt's model, and what is reported."""
+    """The student's parameters after a step of ModelOpt's model, and the reports."""
     use_peers(STANDINS)
     import modelopt.torch.distill as mtd
     import modelopt.torch.distill.plugins.megatron as plugin

@@ -55,7 +55,9 @@ def shipped(rank: int, seam: bool = False, **changes: Any) -> dict[str, Any]:
         microbatches += [[start + row for row in rows] for rows in ROWS[rank]]
     answers = [STEPS[step][i] for step, i in numbers]
     data = {
-        "loss_masks": [torch.tensor(list(map(int, a.kept())), dtype=torch.int) for a in answers],
+        "loss_masks": [
+            torch.tensor(list(map(int, a.trained_mask())), dtype=torch.int) for a in answers
+        ],
         "rollout_ids": [a.rollout for a in answers],
         "sample_indices": [a.rollout for a in answers],
         "rollout_mask_sums": torch.full((len(answers),), 9.0),
@@ -70,7 +72,7 @@ def shipped(rank: int, seam: bool = False, **changes: Any) -> dict[str, Any]:
 
 
 def weights(data: dict[str, Any]) -> list[list[float]]:
-    """Of every token, as slime's loss has them."""
+    """The weight of every token in slime's loss."""
     rows = zip(data["loss_masks"], data["rollout_mask_sums"], strict=True)
     return [(mask / denominator.clamp(min=1) / ROLLOUTS).tolist() for mask, denominator in rows]
 
@@ -94,24 +96,25 @@ def weights_by_mode(modes: list[tuple[str, str]], seam: bool) -> Any:
 
 
 def expected(mode: str, rejected: str = "") -> list[list[list[float]]]:
-    """By rank, in the order of its rows."""
+    """The weights of each rank, in the order of its rows."""
     by_rank: list[list[list[float]]] = [[], []]
     for answers in STEPS:
-        masks = [tuple(map(float, a.mask)) if rejected else a.kept() for a in answers]
+        masks = [tuple(map(float, a.mask)) if rejected else a.trained_mask() for a in answers]
         samples = [Sample(m, a.prompt, a.rollout) for m, a in zip(masks, answers, strict=True)]
         left_out = {i for i, a in enumerate(answers) if a.removed and rejected == "skip"}
         step = [
-            [[samples[i] for i in mb if i not in left_out] for mb in of_rank] for of_rank in PLACES
+            [[samples[i] for i in mb if i not in left_out] for mb in places] for places in PLACES
         ]
-        found = step_weights(mode, step)
-        for rank, of_rank in enumerate(PLACES):
-            of_sample: dict[int, list[float]] = {}
-            for mb, w_of_mb in zip(of_rank, found[rank], strict=True):
-                of_sample.update(zip([i for i in mb if i not in left_out], w_of_mb, strict=True))
-            order = dict(zip(sum(ROWS[rank], ()), sum(of_rank, ()), strict=True))
+        rank_weights = step_weights(mode, step)
+        for rank, places in enumerate(PLACES):
+            sample_weights: dict[int, list[float]] = {}
+            for mb, mb_weights in zip(places, rank_weights[rank], strict=True):
+                present = [i for i in mb if i not in left_out]
+                sample_weights.update(zip(present, mb_weights, strict=True))
+            order = dict(zip(sum(ROWS[rank], ()), sum(places, ()), strict=True))
             for row in sorted(order):
                 answer = answers[order[row]]
-                w = [0.0] * len(answer.mask) if answer.removed else of_sample[order[row]]
+                w = [0.0] * len(answer.mask) if answer.removed else sample_weights[order[row]]
                 by_rank[rank].append(w)
     return by_rank
 
@@ -122,8 +125,8 @@ def test_weights_of_a_step_are_those_of_the_mode(seam: bool) -> None:
     modes += [("sample_mean", "skip"), ("token_mean", "count")] if seam else []
     found = run_host_ranks(weights_by_mode, 2, modes, seam)
     for number, (mode, rejected) in enumerate(modes):
-        for rank, of_rank in enumerate(expected(mode, rejected)):
-            for row, w in enumerate(of_rank):
+        for rank, rows in enumerate(expected(mode, rejected)):
+            for row, w in enumerate(rows):
                 assert found[rank][number][row] == pytest.approx(w, rel=1e-6), (mode, rank, row)
 
 
@@ -165,12 +168,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "OptionError: coefficients must be >= 0": {
         "variable": f"--loss-aggregation custom --loss-aggregation-function {__name__}:negative"
     },
-    "HostError: .*got none of rollout_mask_sums": {"lacks": "rollout_mask_sums"},
-    "HostError: .*got none of micro_batch_indices": {"lacks": "micro_batch_indices"},
+    "HostError: .*got none of rollout_mask_sums": {"missing_key": "rollout_mask_sums"},
+    "HostError: .*got none of micro_batch_indices": {"missing_key": "micro_batch_indices"},
     "HostError: the ranks of a step must have its 7 rollouts, got 6": {
         "data": {"global_batch_sizes": [7, 5]}
     },
-    "(Data|Peer)Error: .*prompt_ids": {"data_of_rank_1": {"sample_indices": [None] * 8}},
+    "(Data|Peer)Error: .*prompt_ids": {"rank_1_data": {"sample_indices": [None] * 8}},
 }
 
 
@@ -183,17 +186,17 @@ def errors() -> list[str]:
     for case in REFUSED.values():
         options = dict(case)
         variable = options.pop("variable", flags("prompt_mean"))
-        of_rank_1 = options.pop("data_of_rank_1", {}) if dist.get_rank() else {}
-        data = shipped(dist.get_rank(), **options.pop("data", {}), **of_rank_1)
-        data.pop(options.pop("lacks", ""), None)
-        options.pop("data_of_rank_1", None)
+        rank_1_data = options.pop("rank_1_data", {})
+        changes = options.pop("data", {}) | (rank_1_data if dist.get_rank() else {})
+        data = shipped(dist.get_rank(), **changes)
+        data.pop(options.pop("missing_key", ""), None)
         found.append(attempt(partial(postprocess, "slime", variable, data, **options)))
     return found
 
 
 def test_every_rank_refuses_what_would_be_another_sum() -> None:
-    for of_rank in run_host_ranks(errors, 2):
-        for pattern, error in zip(REFUSED, of_rank, strict=True):
+    for rank_errors in run_host_ranks(errors, 2):
+        for pattern, error in zip(REFUSED, rank_errors, strict=True):
             assert isinstance(error, str), pattern
             assert re.match(pattern, error), error
 
@@ -216,11 +219,11 @@ REFUSED_BY_CONVERT: dict[str, dict[str, Any]] = {
     "HostError: .*--use-dynamic-global-batch-size": {"use_dynamic_global_batch_size": True},
     "HostError: --object-store-backend": {"object_store_backend": "mooncake"},
     "HostError: --train-backend": {"train_backend": "fsdp"},
-    "OptionError: microbatches": {"mode": "microbatch_mean"},
+    "OptionError: .*got microbatch_mean": {"mode": "microbatch_mean"},
 }
 
 
-def errors_of_convert() -> list[str]:
+def convert_errors() -> list[str]:
     from megatron_loss_agg.frameworks import miles
 
     found = []
@@ -232,13 +235,13 @@ def errors_of_convert() -> list[str]:
 
 
 def test_convert_refuses_what_would_be_another_sum() -> None:
-    (found,) = run_host_ranks(errors_of_convert, 1)
+    (found,) = run_host_ranks(convert_errors, 1)
     for pattern, error in zip(REFUSED_BY_CONVERT, found, strict=True):
         assert re.match(pattern, error), error
 
 
-def error_of_import(framework: str, folder: Path) -> str | None:
-    """Of the adapter, where ``folder`` has the framework."""
+def import_error(framework: str, folder: Path) -> str | None:
+    """The error of the adapter's import, with the framework in ``folder``."""
     sys.path.insert(0, str(folder))
     return error_of(importlib.import_module, f"megatron_loss_agg.frameworks.{framework}")
 
@@ -248,10 +251,10 @@ def test_an_older_framework_is_refused_at_import(framework: str, tmp_path: Path)
     utils = tmp_path / framework / "utils"
     utils.mkdir(parents=True)
     (utils / "__init__.py").touch()
-    (error,) = run_host_ranks(error_of_import, 1, framework, tmp_path)
-    assert re.match(rf"HostError: {framework} must be of commit \w+ .* or later", str(error))
+    (error,) = run_host_ranks(import_error, 1, framework, tmp_path)
+    assert re.match(rf"HostError: {framework} must be commit \w+ .* or later", str(error))
     (utils / "dp_schedule.py").touch()
-    assert run_host_ranks(error_of_import, 1, framework, tmp_path) == [None]
+    assert run_host_ranks(import_error, 1, framework, tmp_path) == [None]
 
 
 def settings() -> list[str]:
@@ -261,11 +264,11 @@ def settings() -> list[str]:
 
 
 def test_pages_have_the_settings_which_name_what_there_is() -> None:
-    ((of_slime, of_miles),) = run_host_ranks(settings, 1)
-    assert of_slime in page("slime")
-    assert of_miles in page("miles")
-    words = dict(zip(*[iter(shlex.split(of_slime))] * 2, strict=True))
+    ((slime_lines, miles_lines),) = run_host_ranks(settings, 1)
+    assert slime_lines in page("slime")
+    assert miles_lines in page("miles")
+    words = dict(zip(*[iter(shlex.split(slime_lines))] * 2, strict=True))
     assert words["--rollout-data-postprocess-path"].endswith(".frameworks.slime.postprocess")
     variables = json.loads(words["--train-env-vars"])
     assert variables == {VARIABLE: "--loss-aggregation=prompt_mean"}
-    assert of_miles.splitlines()[-1].endswith(" megatron_loss_agg.frameworks.miles.convert")
+    assert miles_lines.splitlines()[-1].endswith(" megatron_loss_agg.frameworks.miles.convert")

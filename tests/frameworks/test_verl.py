@@ -1,4 +1,4 @@
-"""verl's own step, with and without our adapter, which verl loads and whose engine it chooses.
+"""verl's own step, with and without our adapter: verl loads it, and chooses its engine.
 
 verl's own code is everything from `TrainingWorker.train_mini_batch` down: mini- and microbatches,
 nested tensors, the forward pass with context parallelism, losses, and what the loss function
@@ -122,7 +122,7 @@ DEALT = {
 So the scheduler of Megatron-LM's branch dev deals them, at d48bd6b.
 """
 HAS_SCHEDULER = hasattr(data_schedule, "DefaultDynamicCPScheduler")
-"""Whether this Megatron-Core has that scheduler, which no release up to 0.19 has."""
+"""True on branch dev; no release of Megatron-Core up to 0.19 has that scheduler."""
 
 
 class Dealer:
@@ -136,7 +136,7 @@ class Dealer:
 
 def rows(log_probs: LogProbs, padding_column: bool) -> list[dict[str, Any]]:
     """The samples and padding, as verl's agent loop writes them down."""
-    uid_of_padding = "no prompt" if padding_column else f"pad{0x5EED:032x}"
+    padding_uid = "no prompt" if padding_column else f"pad{0x5EED:032x}"
     found = []
     padding = [(answer, torch.zeros(1), torch.zeros(1)) for answer in PADDING]
     for answer, old, ref in [*zip(STEP, *log_probs, strict=True), *padding]:
@@ -144,7 +144,7 @@ def rows(log_probs: LogProbs, padding_column: bool) -> list[dict[str, Any]]:
         # Where tokens are predicted. Near the policy there would be no digits left of the KL term.
         teacher = F.pad(ref - TEACHER, (start - 1, 1))
         row = {
-            "uid": uid_of_padding if answer in PADDING else f"prompt {answer.prompt}",
+            "uid": padding_uid if answer in PADDING else f"prompt {answer.prompt}",
             "session_id": answer.rollout % 10,
             **{"prompts": tokens[:start], "responses": tokens[start:]},
             **{"input_ids": tokens, "position_ids": torch.arange(len(tokens))},
@@ -186,8 +186,8 @@ def use_dynamic_groups(package: str) -> None:
     alone, _ = dist.new_subgroups(1)
 
     def group(group_size: int) -> Any:
-        of_more = parallel_state.get_hybrid_data_context_parallel_groups
-        return alone if group_size == 1 else of_more(group_size=group_size)
+        stock_group = parallel_state.get_hybrid_data_context_parallel_groups
+        return alone if group_size == 1 else stock_group(group_size=group_size)
 
     parallel_state.get_dynamic_data_context_parallel_groups = group
     data_schedule.DefaultDynamicCPScheduler = Dealer
@@ -219,15 +219,15 @@ def train(log_probs: list[LogProbs], _: Any, **changed: Any) -> list[Step]:
     output = (worker.forward_backward if tinker else worker.train_mini_batch)(data)
     found = {} if output is None else reduce_metrics(tu.get(output, "metrics"))
     metrics = {METRICS.get(k, k): x for k, x in found.items() if not k.startswith("perf/")}
-    of_mini_batches = worker.engine.optimizer.gradients
-    if len(of_mini_batches) == 1:
-        return [Step(of_mini_batches[0], metrics)]
+    gradients = worker.engine.optimizer.gradients
+    if len(gradients) == 1:
+        return [Step(gradients[0], metrics)]
     # Of several mini-batches the metrics are means.
-    return [Step({k: sum(x[k] for x in of_mini_batches) for k in of_mini_batches[0]}, {})]
+    return [Step({k: sum(x[k] for x in gradients) for k in gradients[0]}, {})]
 
 
 class _ValueHead(torch.nn.Linear):
-    """What verl puts in place of a critic's output layer: here the entropy is the value."""
+    """In place of a critic's output layer, as in verl: here the entropy is the value."""
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         log_p = super().forward(hidden).log_softmax(-1)
@@ -235,7 +235,7 @@ class _ValueHead(torch.nn.Linear):
 
 
 def _worker(options: Namespace) -> Any:
-    """verl's worker and engine, with what their constructors would have made."""
+    """verl's worker and engine, with the attributes that their constructors set."""
     from verl.utils.profiler import DistProfiler
     from verl.workers.config import McoreEngineConfig
     from verl.workers.engine import EngineRegistry
@@ -311,8 +311,10 @@ def _loss_function(options: Namespace) -> Callable[..., Any]:
         **common,
     )
     if options.loss == "distillation":
-        of_teacher = {"use_task_rewards": False, "use_policy_gradient": False}
-        teacher = Namespace(distillation_loss=DistillationLossConfig(loss_mode="k3", **of_teacher))
+        teacher_options = {"use_task_rewards": False, "use_policy_gradient": False}
+        teacher = Namespace(
+            distillation_loss=DistillationLossConfig(loss_mode="k3", **teacher_options)
+        )
         return partial(distillation_ppo_loss, config=actor, distillation_config=teacher)
     return partial(ppo_loss, config=actor)
 
@@ -334,7 +336,7 @@ def kl_cov(lp: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, reward: float)
 
 
 def register_own_losses() -> None:
-    """Policy losses as a user may write them, which do not call `agg_loss`."""
+    """Policy losses of a user, without a call of `agg_loss`."""
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
 
     def own_mean(**inputs: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -352,7 +354,7 @@ def register_own_losses() -> None:
 
 
 exact = partial(exact_over, batch=(STEP,))
-stock = partial(exact, given="")
+stock = partial(exact, our_flags="")
 SHARE = len(STEP) / ROWS  # of a mean over samples, in which padding counts
 
 
@@ -404,7 +406,7 @@ RUNS: Runs = {
     "sample_mean, without empty ones": exact(with_entropy, "sample_mean", empty="skip"),
     "sum": exact(with_entropy, "sum"),
     "sample_sum": exact(with_entropy, "sample_sum"),
-    "custom": reweighed(exact(with_entropy, "sum", given=CUSTOM), lambda _: 1 / 64),
+    "custom": reweighed(exact(with_entropy, "sum", our_flags=CUSTOM), lambda _: 1 / 64),
     "prompt_mean, distillation": exact(distilled, "prompt_mean", **DISTILLED),
     "prompt_mean, value": exact(value, "prompt_mean", **VALUE),
     "prompt_mean, kl_cov": exact(kl_cov, "prompt_mean", loss_mode="kl_cov"),
@@ -438,14 +440,14 @@ RUNS: Runs = {
 
 @pytest.fixture(scope="session")
 def compared() -> tuple[list[str], tuple[Any, Any]]:
-    """What failed; and all steps of two data-parallel ranks, of stock verl and with the adapter."""
+    """The failures; and all steps of two data-parallel ranks, of stock verl and with the adapter."""
     report = Report(
         use, train, (str(PEERS),) * 2, {**OWN, **PER_TOKEN}, RUNS, batch=(STEP,), adapt=adapt
     )
     steps = report.compare("DP 2", 1)
     # Stock verl drops tokens under the per-token flag, and each rank has another half.
-    of_cp = {name: run for name, run in RUNS.items() if name != TWO and not run.refusal}
-    replace(report, own=OWN, runs=of_cp).compare("CP 2", 2)
+    cp_runs = {name: run for name, run in RUNS.items() if name != TWO and not run.refusal}
+    replace(report, own=OWN, runs=cp_runs).compare("CP 2", 2)
     return report.failures, steps
 
 
@@ -472,7 +474,7 @@ RUNS_DYNAMIC: Runs = {
         exact(with_entropy, "sample_mean", "count", **DYNAMIC), lambda _: SHARE
     ),
     "sample_mean, without empty ones": exact(with_entropy, "sample_mean", empty="skip", **DYNAMIC),
-    "custom": reweighed(exact(with_entropy, "sum", given=CUSTOM, **DYNAMIC), lambda _: 1 / 64),
+    "custom": reweighed(exact(with_entropy, "sum", our_flags=CUSTOM, **DYNAMIC), lambda _: 1 / 64),
     "prompt_mean, kl_cov": exact(kl_cov, "prompt_mean", loss_mode="kl_cov", **DYNAMIC),
     **{name: Run(flags("sample_mean"), options) for name, options in ROUTED_DYNAMICALLY.items()},
     "microbatch_mean": refused(
@@ -492,9 +494,9 @@ def compared_dynamic() -> tuple[list[str], tuple[Any, Any]]:
     )
     steps = report.compare("DP 4", 1, rope=HAS_SCHEDULER)
     # The groups are the same, whatever the number of context-parallel ranks that verl is given.
-    of_cp = {name: RUNS_DYNAMIC[name] for name in ("prompt_mean", TWO)}
+    cp_runs = {name: RUNS_DYNAMIC[name] for name in ("prompt_mean", TWO)}
     own = {"token mean": OWN_DYNAMIC["token mean"]}
-    replace(report, own=own, runs=of_cp).compare("CP 2", 2, rope=HAS_SCHEDULER)
+    replace(report, own=own, runs=cp_runs).compare("CP 2", 2, rope=HAS_SCHEDULER)
     return report.failures, steps
 
 
@@ -551,12 +553,12 @@ def test_verls_unit_tests_pass(patched: str) -> None:
 
 
 IMPORTS = {
-    "an old registry": "HostError: verl must be 0.9.0 or newer",
+    "an old registry": "HostError: verl must be 0.9.0 or later",
     "--loss-aggregation mean": "OptionError: unknown mode 'mean'",
-    flags("microbatch_mean"): "OptionError: microbatch_mean needs the micro",
-    flags("dataset_mean"): "DataError: mode 'dataset_mean' groups by dataset",
+    flags("microbatch_mean"): "OptionError: --loss-aggregation must group tokens by sample or prom",
+    flags("dataset_mean"): "OptionError: --loss-aggregation must group tokens by sample or prompt",
 }
-"""Flags, and what the import of the adapter says."""
+"""Flags, and the error of the adapter's import."""
 
 
 def failed_imports() -> list[str]:
@@ -575,7 +577,7 @@ def failed_imports() -> list[str]:
 
 
 def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
-    """`SETTINGS`, and what verl's configuration makes of them: Ray's variables, and modes."""
+    """`SETTINGS`; and Ray's variables and the modes in the configuration that they give."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
@@ -589,7 +591,7 @@ def configured(package: str) -> tuple[str, dict[str, str], set[str]]:
 
 
 def started() -> dict[str, str]:
-    """What engines say as they start, and what a critic's first step prints."""
+    """The errors of engines as they start, and the output of a critic's first step."""
     from verl.workers.config import EngineConfig, McoreEngineConfig
     from verl.workers.engine import EngineRegistry
 
@@ -620,7 +622,7 @@ def before_training(package: str) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="session")
 def seen() -> tuple[Any, ...]:
-    """Of `before_training`, on one rank."""
+    """The results of `before_training` on one rank."""
     return run_host_ranks(before_training, 1, str(PEERS))[0]  # type: ignore[no-any-return]
 
 

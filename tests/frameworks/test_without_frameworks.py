@@ -1,4 +1,4 @@
-"""Of the adapters of NeMo-RL and AReaL, what needs neither: settings, and what is refused early.
+"""The adapters of NeMo-RL and AReaL without the frameworks: settings, and early refusals.
 
 Their modules are stood in for by the names that the adapters import. Their code runs in
 ci/frameworks.sh.

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Where ci/python.sh installs the systems, and what only ms-swift's command line needs of them.
+# ci/python.sh installs the systems here, and those for ms-swift's command line alone.
 PEERS = Path(sys.prefix) / "peers"
 HUGGING_FACE = Path(sys.prefix) / "hugging_face"
 

@@ -1,4 +1,4 @@
-"""Other systems' own losses, with what their trainers compute for them, in one optimizer step.
+"""Other systems' own losses in one optimizer step, with the inputs of their trainers.
 
 Two data-parallel ranks with three microbatches of two samples. Masks are uneven; one sample is
 empty, and so is one microbatch. Gradients are those of the policy loss by the log-probabilities,
@@ -45,7 +45,7 @@ Loss = Callable[[Rows], Tensor]
 
 
 def gradients(system: str) -> dict[str, Tensor]:
-    """By preset what the optimizer gets. For a process of its own, which the system changes."""
+    """The gradient that the optimizer gets, by preset. The system changes the process."""
     found = {}
     for name, loss in SYSTEMS[system]().items():
         old = torch.linspace(-4.0, -0.5, MASKS.numel()).double().reshape(MASKS.shape)
@@ -72,7 +72,7 @@ def scheduled(output: Tensor, loss_func: Any, per_token: bool = False) -> Tensor
 
 
 def _by_flag(name: str, loss_func: Callable[[Tensor, Tensor], Any]) -> dict[str, Loss]:
-    """Of a stock loss function of (mask, output), which returns a sum and its number of tokens."""
+    """The loss of a stock function (mask, output) -> (sum, number of tokens)."""
 
     def loss(per_token: bool, x: Rows) -> Tensor:
         return scheduled(-x.advantages * x.log_probs, partial(loss_func, x.mask), per_token)
@@ -97,7 +97,7 @@ GRPO: dict[str, Any] = {
     "epsilon_high": 5.0,  # the bound of the ratio itself for `cispo`
     "beta": 0.0,
 }
-"""Of the trainers of ms-swift and TRL."""
+"""Attributes of the trainers of ms-swift and TRL."""
 SWIFT: dict[str, Any] = {
     **GRPO,
     "micro_batch_size": ROWS,
@@ -119,7 +119,7 @@ SWIFT: dict[str, Any] = {
 
 
 def ms_swift() -> dict[str, Loss]:
-    """With what its trainer computes: the tokens of the step."""
+    """Its trainer computes the tokens of the step."""
     use_peers(
         "accelerate aiohttp dacite datasets huggingface_hub json_repair mcore_bridge modelscope "
         "msgspec pandas peft pydantic requests safetensors swift.rlhf_trainers.gkd_helpers "
@@ -175,7 +175,7 @@ TRL: dict[str, Any] = {
 
 
 def trl() -> dict[str, Loss]:
-    """With what its trainer computes: tokens of the generation batch, and accumulation."""
+    """Its trainer computes the tokens of the generation batch, and accumulates."""
     use_peers("transformers pandas accelerate datasets huggingface_hub pyarrow")
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -205,7 +205,7 @@ def trl() -> dict[str, Loss]:
 
 
 def trinity() -> dict[str, Loss]:
-    """With what its `verl_legacy` trainer does: it divides by the number of microbatches."""
+    """Its `verl_legacy` trainer divides by the number of microbatches."""
     use_peers("tensordict ray transformers omegaconf safetensors datasets pandas")
     from trinity.algorithm.policy_loss_fn.ppo_policy_loss import PPOPolicyLossFn
 
@@ -227,4 +227,4 @@ SYSTEMS = {
     system.__name__.replace("_", "-"): system
     for system in (megatron, megatron_bridge, ms_swift, trinity, trl)
 }
-"""By what stands before the slash in their presets."""
+"""The systems by the first part of their presets' names."""

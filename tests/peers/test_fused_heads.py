@@ -91,5 +91,5 @@ def test_the_gradient_is_that_of_the_whole_step(head: Head) -> None:
     )
     found = run(TOPOLOGIES["cp2"], [by_logits, by_head])
     rounding, error = (max(x.error for x in found[case]) for case in (by_logits, by_head))
-    # Of the whole model, the head's weight included, whose fp32 alone costs the first one.
+    # Errors of the whole model, with the head's weight. The first is the cost of fp32 alone.
     assert rounding <= 2e-7 and error <= rounding + 5e-8

@@ -32,7 +32,7 @@ TRAINED = [name for system in ("skyrl", "verl") for name in presets_of(system)]
 
 
 @cache
-def gradients_of(system: str) -> dict[str, Tensor]:
+def system_gradients(system: str) -> dict[str, Tensor]:
     assert PEERS.is_dir(), f"no {PEERS}; bash ci/test.sh installs the systems of ci/peers.txt"
     if system == "megatron-bridge" and sys.version_info >= (3, 13):
         pytest.skip("Bridge 0.6.2 is for Python 3.12")
@@ -114,7 +114,7 @@ def test_every_preset_is_compared_with_its_systems_function_or_formula():
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_preset_weighs_every_token_as_its_system_does(name):
-    theirs = gradients_of(name.partition("/")[0])[name]
+    theirs = system_gradients(name.partition("/")[0])[name]
     ours = -ADVANTAGES * weights(preset(name))
     torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=0)
 

@@ -1,4 +1,4 @@
-"""The file that ms-swift runs in every process that trains: see the package that it lies in.
+"""The file that ms-swift runs in every process that trains: see its package.
 
 Without the environment variable, and in workers of data loaders, it changes nothing.
 """
@@ -16,7 +16,7 @@ from swift.megatron.trainers import BaseMegatronTrainer, MegatronTrainer, base
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks what is replaced below
+import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks the names that are replaced below
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -27,12 +27,12 @@ stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model
 stock_max = base.reduce_max_stat_across_model_parallel_group
 
-_of_trainer: dict[str, Any] = {}
-"""The options of the hook that only the trainer of this process knows."""
+_trainer_options: dict[str, Any] = {}
+"""Options of the hook that depend on the trainer of this process."""
 
 
 def read_samples(batch: Any) -> Microbatch:
-    """From the data collator's batch, whole on every context-parallel rank, labels not shifted."""
+    """The samples of the data collator's batch: whole on every rank, with labels not shifted."""
     labels = batch["labels"].roll(-1, -1)
     mask = labels != -100
     inputs = [labels, batch["input_ids"]]
@@ -41,12 +41,12 @@ def read_samples(batch: Any) -> Microbatch:
     positions = batch.get("text_position_ids", batch["position_ids"]).flatten()
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     real = torch.tensor([0, *batch["seq_lens"]]).cumsum(0)
-    padded = torch.tensor(starts[: len(real)])  # what follows is padding, not samples
+    padded = torch.tensor(starts[: len(real)])  # further starts are of padding
     return Microbatch(mask, real, cu_seqlens_padded=padded, model_inputs=inputs)
 
 
 def read_pairs(batch: Any) -> Microbatch:
-    """Of a chosen and a rejected answer each; all chosen answers come first."""
+    """A sample for each pair of answers; all chosen answers come before the rejected ones."""
     return Microbatch.of_samples(len(batch["seq_lens"]) // 2, sequences=read_samples(batch))
 
 
@@ -61,7 +61,7 @@ def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -
         if trainer.args.enable_dft_loss:
             losses = losses * torch.exp(-losses.detach())
         if (scale := stock.keywords["loss_scale"]) is not None:
-            losses = losses * scale  # a factor of the loss, which is not counted
+            losses = losses * scale  # a factor of the loss, and not of the mask
         return losses, report
 
     # Earlier pipeline stages have no labels, and no use for the mask.
@@ -79,14 +79,15 @@ def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> 
     def compute(answers: dict[str, Tensor], lengths: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
             report = stock(output)[-1]
-        of_policy, of_reference = answers["policy"].chunk(2), answers["reference"].chunk(2)
-        return trainer.dummy_dpo_trainer.dpo_loss(*of_policy, *of_reference)[0], report
+        # The chosen and the rejected answers of each.
+        policy, reference = answers["policy"].chunk(2), answers["reference"].chunk(2)
+        return trainer.dummy_dpo_trainer.dpo_loss(*policy, *reference)[0], report
 
     return output, SampleLoss(compute, log_probs, stock.keywords["labels"] != -100)
 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
-    """Log the aggregated loss under a name as ms-swift's, summed over the ranks that report it."""
+    """Log the aggregated loss under a name in ms-swift's style, summed over its ranks."""
     for name in [name for name in logs if name.endswith(" loss")]:
         loss = logs[name.replace(" ", "_")] = logs.pop(name)
         dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
@@ -101,25 +102,25 @@ def prepare_model(trainer: Any) -> None:
     """
     args = trainer.args
     if args.rlhf_type == "dpo" and not args.rpo_alpha:
-        _of_trainer["read_batch"], step = read_pairs, pair_step
+        _trainer_options["read_batch"], step = read_pairs, pair_step
     elif isinstance(trainer, MegatronTrainer) and args.task_type == "causal_lm":
-        _of_trainer["read_batch"], step = read_samples, sample_step
+        _trainer_options["read_batch"], step = read_samples, sample_step
     else:
         raise HostError(
             "the plugin needs megatron sft or pt with --task_type causal_lm, whose loss is a sum over "
             "tokens, or rlhf with --rlhf_type dpo and without --rpo_alpha, got "
             f"{type(trainer).__name__} with --task_type {args.task_type}. Unset {VARIABLE}."
         )
-    _of_trainer["split"] = args.cp_partition_mode
+    _trainer_options["split"] = args.cp_partition_mode
     trainer.forward_step = functools.partial(step, trainer, trainer.forward_step)
     stock_prepare_model(trainer)
 
 
 def make_hook(args: Any, in_training_loop: bool) -> LossHook | None:
-    """Of the flags, which say by default that evaluations are aggregated, and ms-swift's split."""
-    for name, value in {"evaluation": "same", "split": _of_trainer["split"]}.items():
+    """The hook of the flags; by default it aggregates evaluations, and has ms-swift's split."""
+    for name, value in {"evaluation": "same", "split": _trainer_options["split"]}.items():
         vars(args).setdefault(f"loss_aggregation_{name}", value)
-    return hook_from_args(args, in_training_loop, _of_trainer["read_batch"])
+    return hook_from_args(args, in_training_loop, _trainer_options["read_batch"])
 
 
 if os.environ.get(VARIABLE) and get_worker_info() is None:

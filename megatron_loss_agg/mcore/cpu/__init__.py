@@ -2,8 +2,8 @@
 
 GPU runs never import this. ``enable()`` patches ``torch`` and Megatron for the rest of the process
 and cannot be undone. Supports data, context, tensor, sequence, pipeline and expert parallelism and
-packed sequences; not features of Transformer Engine, nor a sliding
-window combined with context parallelism or packing.
+packed sequences. Does not support features of Transformer Engine, nor a sliding window combined with
+context parallelism or packing.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def enable() -> None:
 
     attention.install()
     restrictions.install()
-    # It warns that random numbers came from the CPU's generator.
+    # Megatron would warn that random numbers come from the CPU's generator.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     atexit.register(_leave)
 
 
 def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Set `CPU_FLAGS` that Megatron's ``parser`` knows as its defaults, and return it.
+    """Make `CPU_FLAGS` the defaults of Megatron's ``parser``, and return it.
 
-    Flags given by the user still take precedence.
+    A release may lack some of the flags. Flags of the command line still take precedence.
     """
-    known = parser._option_string_actions  # argparse has no public lookup
+    actions = parser._option_string_actions  # argparse has no public lookup
     for flag, value in CPU_FLAGS.items():
-        if flag in known:
-            action = known[flag]
+        if flag in actions:
+            action = actions[flag]
             parser.set_defaults(**{action.dest: action.const if value is None else value})
     return parser
 

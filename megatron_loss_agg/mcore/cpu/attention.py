@@ -32,7 +32,7 @@ def install() -> None:
 class GatheredAttention(DotProductAttention):
     """Attention of this rank's queries to the keys of its whole context-parallel group.
 
-    That is the group of ``packed_seq_params``, where these name one of their own.
+    A group in ``packed_seq_params`` takes precedence.
 
     Assumes the zigzag split of Megatron's data path (see `CPLayout`): over the whole sequence
     (sbhd), or within each packed sequence (thd). Without context parallelism and packing it is
@@ -40,9 +40,10 @@ class GatheredAttention(DotProductAttention):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1  # by another the parent would split itself, or refuse
-        super().__init__(alone, *args, **kwargs)
+        # With a larger size the parent would split its heads, or refuse.
+        single_rank_config = copy.copy(config)
+        single_rank_config.context_parallel_size = 1
+        super().__init__(single_rank_config, *args, **kwargs)
         # Named pg_collection from Megatron-Core 0.15 on.
         groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
         self.cp_group = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
@@ -61,13 +62,13 @@ class GatheredAttention(DotProductAttention):
 
         Args:
             query: [local seq, batch, heads, head dim], or packed [local tokens, heads, head dim].
-            key, value: as ``query``, with as many or fewer heads (grouped queries).
+            key, value: as ``query``, or with fewer heads (grouped queries).
             attention_mask: true where *not* to attend, [batch or 1, 1, local seq, seq], with
                 columns in the order of the whole sequence. Ignored for packed sequences.
         """
         group = self.cp_group
         if getattr(packed_seq_params, "local_cp_size", None) is not None:
-            group = packed_seq_params.cp_group  # of these tokens alone; None: one rank
+            group = packed_seq_params.cp_group  # None where one rank has these tokens
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         if packed_seq_params is None and size == 1:
             return super().forward(
@@ -113,8 +114,8 @@ def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
 def _forbidden(query_positions: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
     """[1, 1, queries, keys]: true where the query must not attend to the key.
 
-    ``lengths``: of the sequences without padding; None for causal attention, which masks later keys
-    and with them the padding.
+    ``lengths`` are those of the sequences without padding, or None for causal attention: that masks
+    all later keys, and so the padding.
     """
     key_positions = torch.arange(int(offsets[-1]))
     sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)

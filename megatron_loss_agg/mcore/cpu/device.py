@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-_entered: list[Any] = []  # streams
+_entered_streams: list[Any] = []
 
 
 def inside_stream() -> bool:
-    """Whether code runs in ``with torch.cuda.stream(...)``."""
-    return bool(_entered)
+    """True inside of ``with torch.cuda.stream(...)``."""
+    return bool(_entered_streams)
 
 
 def install() -> None:
@@ -37,7 +37,7 @@ def install() -> None:
     _replace_placement()
 
 
-def _answer(value: Any) -> Callable[..., Any]:
+def _returning(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
@@ -47,7 +47,7 @@ def _replace(owner: ModuleType | type, **stand_ins: Any) -> None:
 
 
 def _is_gpu(device: object) -> bool:
-    """Whether ``device`` means a GPU: "cuda:0", ``torch.device("cuda")`` or a bare index."""
+    """True for "cuda:0", ``torch.device("cuda")`` and a bare index."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
@@ -62,81 +62,81 @@ _METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 
 
 def _replace_placement() -> None:
-    """Take a GPU in the arguments of functions that make tensors for the CPU."""
+    """Make tensors on the CPU where an argument asks for a GPU."""
     for owner, names in ((torch, _FACTORIES), (torch.Tensor, _METHODS)):
         for name in names.split():
-            setattr(owner, name, _placed(getattr(owner, name)))
-    to, type_of = _placed(torch.Tensor.to), torch.Tensor.type
+            setattr(owner, name, _on_cpu(getattr(owner, name)))
+    stock_to, stock_type = _on_cpu(torch.Tensor.to), torch.Tensor.type
 
     def to_cpu(x: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_gpu(args[0]):
             args = ("cpu", *args[1:])
-        return to(x, *args, **kwargs)
+        return stock_to(x, *args, **kwargs)
 
     def type_on_gpu(x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's optimizers know parameters on a GPU by the name of their type."""
-        found = type_of(x, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+        """Megatron's optimizers recognize a parameter on a GPU by the name of its type."""
+        result = stock_type(x, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
 
-    def itself(x: Any, *args: Any, **kwargs: Any) -> Any:
+    def identity(x: Any, *args: Any, **kwargs: Any) -> Any:
         return x
 
     _replace(
         torch.Tensor,
         to=to_cpu,
         type=type_on_gpu,
-        cuda=itself,
-        pin_memory=itself,
-        record_stream=_answer(None),
+        cuda=identity,
+        pin_memory=identity,
+        record_stream=_returning(None),
     )
 
 
-def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def placed(*args: Any, **kwargs: Any) -> Any:
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if _is_gpu(kwargs.get("device")):
             kwargs["device"] = "cpu"
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return function(*args, **kwargs)
 
-    return placed
+    return on_cpu
 
 
 def _replace_properties() -> None:
-    """A device exists, is new enough, and has the host's memory, of which none is used."""
+    """Show a device that is new enough, and has the host's memory, all of it free."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(
         name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=memory, gcnArchName=""
     )
     _replace(
         torch.cuda,
-        is_available=_answer(True),
-        is_initialized=_answer(True),
-        _lazy_init=_answer(None),
+        is_available=_returning(True),
+        is_initialized=_returning(True),
+        _lazy_init=_returning(None),
         # One device per local rank, since Megatron selects one by local rank.
-        device_count=_answer(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        current_device=_answer(0),
-        set_device=_answer(None),
+        device_count=_returning(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        current_device=_returning(0),
+        set_device=_returning(None),
         device=lambda *args: contextlib.nullcontext(),
-        get_device_properties=_answer(properties),
-        is_current_stream_capturing=_answer(False),
+        get_device_properties=_returning(properties),
+        is_current_stream_capturing=_returning(False),
         memory_stats=lambda *args, **kwargs: collections.defaultdict(int),
-        device_memory_used=_answer(0),
+        device_memory_used=_returning(0),
     )
     torch.nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
 
 
 def _replace_random_state() -> None:
-    """The generator of every device is the CPU's."""
+    """Use the CPU's generator for every device."""
     cuda: Any = torch.cuda
     cuda.default_generators = (torch.default_generator,) * cuda.device_count()
     for name in ("_lazy_init", "current_device", "device_count"):
-        setattr(cuda.random, name, getattr(cuda, name))  # it has imported torch's own
+        setattr(cuda.random, name, getattr(cuda, name))  # the module has imported torch's own
 
 
 class Stream:
-    """A stream without pending work, and what ``torch.cuda.stream(...)`` enters."""
+    """A stream without pending work; also the context of ``torch.cuda.stream(...)``."""
 
     cuda_stream = 0
 
@@ -144,11 +144,11 @@ class Stream:
         self.device = torch.device("cpu")
 
     def __enter__(self) -> Stream:
-        _entered.append(self)
+        _entered_streams.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _entered.pop()
+        _entered_streams.pop()
 
     def synchronize(self) -> None: ...
 
@@ -185,7 +185,7 @@ class Event:
 
 
 def _replace_streams() -> None:
-    """All work runs in order, synchronously."""
+    """Run all work in order, synchronously."""
     _replace(
         torch.cuda,
         Stream=Stream,
@@ -193,19 +193,19 @@ def _replace_streams() -> None:
         stream=lambda stream: stream or Stream(),
         current_stream=lambda *args: Stream(),
         default_stream=lambda *args: Stream(),
-        set_stream=_answer(None),
-        synchronize=_answer(None),
+        set_stream=_returning(None),
+        synchronize=_returning(None),
     )
-    _replace(torch.cuda.nvtx, range_push=_answer(None), range_pop=_answer(None))
+    _replace(torch.cuda.nvtx, range_push=_returning(None), range_pop=_returning(None))
 
 
 def _replace_accelerator() -> None:
-    """Hide the accelerator of a CUDA build of torch, which torch itself would use."""
+    """Hide the accelerator of a CUDA build of torch from torch itself."""
     _replace(
         torch.accelerator,
-        is_available=_answer(False),
-        current_accelerator=_answer(None),
-        current_device_index=_answer(0),
+        is_available=_returning(False),
+        current_accelerator=_returning(None),
+        current_device_index=_returning(0),
     )
 
 

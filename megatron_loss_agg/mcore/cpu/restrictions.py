@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def _wait_inside_streams() -> None:
-    """Wait for reductions of gradients where Megatron waits for a stream, which gloo has not."""
+    """Wait for reductions of gradients where Megatron waits for a stream: gloo has no streams."""
     coalescing = param_and_grad_buffer._coalescing_manager
 
     @functools.wraps(coalescing)
@@ -53,8 +53,8 @@ def _take_split_sizes() -> None:
 
     @functools.wraps(exchange)
     def all_to_all_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        named = {name: _as_list(value) for name, value in kwargs.items()}
-        return exchange(output, input, *map(_as_list, args), **named)
+        options = {name: _as_list(value) for name, value in kwargs.items()}
+        return exchange(output, input, *map(_as_list, args), **options)
 
     dist.all_to_all_single = all_to_all_single
 
@@ -64,7 +64,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _skip_kernel_build() -> None:
-    """Up to 0.16, Megatron queries the nvcc version at startup, although it builds nothing."""
+    """Keep Megatron up to 0.16 from asking for nvcc's version at startup: it builds nothing."""
     try:
         fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
     except ImportError:
@@ -80,7 +80,7 @@ def _split_packs_without_transformer_engine() -> None:
             return CPLayout.thd(offsets, cp_size, cp_rank).index
 
         utils.tex = SimpleNamespace(thd_get_partitioned_indices=index)
-    # Up to 0.17 it checks the version of Transformer Engine too.
+    # Up to 0.17 Megatron also checks the version of Transformer Engine.
     split = getattr(utils, "get_thd_batch_on_this_cp_rank", None)
     if split is None:
         return
@@ -94,22 +94,22 @@ def _split_packs_without_transformer_engine() -> None:
 
 
 def _route_without_transformer_engine() -> None:
-    """Up to 0.15, the router reads a name that is only defined with Transformer Engine."""
+    """Define a name that the router of releases up to 0.15 reads."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def _allow_sequence_parallel_norms() -> None:
-    """Mark the parameters of torch's norms, whose gradients Megatron then all-reduces.
+    """Mark the parameters of torch's norms, so that Megatron all-reduces their gradients.
 
-    It refuses torch's norms only because they do not set the mark.
+    Megatron refuses torch's norms only because they do not set the mark.
     """
     construct = WrappedTorchNorm.__new__
 
     def construct_marked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        unsplit = copy.copy(config)
-        unsplit.sequence_parallel = False
-        norm = construct(cls, unsplit, *args, **kwargs)
+        unsplit_config = copy.copy(config)
+        unsplit_config.sequence_parallel = False
+        norm = construct(cls, unsplit_config, *args, **kwargs)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
@@ -118,7 +118,7 @@ def _allow_sequence_parallel_norms() -> None:
 
 
 def _norm_without_transformer_engine() -> None:
-    """Hybrid models end in a norm of Transformer Engine, whatever the spec of their layers."""
+    """Provide the norm at the end of hybrid models: it ignores the spec of their layers."""
     if transformer_engine.HAVE_TE:
         return
 
@@ -129,7 +129,7 @@ def _norm_without_transformer_engine() -> None:
 
 
 def _predict_tokens_without_transformer_engine() -> None:
-    """From 0.20 on, MTP calls isinstance with its classes, which are then None."""
+    """Replace a function of MTP, from 0.20 on, that calls isinstance with classes that are None."""
     if not transformer_engine.HAVE_TE:
         vars(multi_token_prediction).update(is_inference_column_parallel_linear=lambda layer: False)
 
