@@ -123,8 +123,8 @@ class Losses:
 
         self._clock, self._begin = clock, 0.0
         self._batch, self._terms = batch, terms
-        self._masks = [batch["loss_mask"].clone().cuda() for _ in range(microbatches)]
-        self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self._masks]
+        self.masks = [batch["loss_mask"].clone().cuda() for _ in range(microbatches)]
+        self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self.masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         # Scaling is measured where the model's parameters are.
@@ -148,18 +148,18 @@ class Losses:
         return functools.partial(self.run, hook.wrap(self._schedule), loss_of)
 
     def run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
-        numbers = iter(range(len(self._masks)))
+        numbers = iter(range(len(self.masks)))
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
             next(data_iterator)
             i = next(numbers)
-            return model(self.leaves[i]), loss_of(self._masks[i])
+            return model(self.leaves[i]), loss_of(self.masks[i])
 
         schedule(
             forward_step_func=forward_step,
-            data_iterator=iter([self._batch] * len(self._masks)),
+            data_iterator=iter([self._batch] * len(self.masks)),
             model=self._model,
-            num_microbatches=len(self._masks),
+            num_microbatches=len(self.masks),
         )
         return self._clock() - self._begin
 
@@ -167,16 +167,25 @@ class Losses:
         self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int
     ) -> None:
         """Microbatch after microbatch, as Megatron's goes without pipelining."""
-        from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-
         self._begin = self._clock()
         reports: list[Any] = []
         for leaf in self.leaves:
             leaf.grad = None
             output, loss_func = forward_step_func(data_iterator, model)
-            of_call = (None, False, num_microbatches, reports, 1, True)
-            loss, _ = forward_step_calc_loss(model, output, loss_func, model.config, *of_call)
-            loss.backward()
+            self.backward(self.loss(model, output, loss_func, num_microbatches, reports))
+
+    def loss(
+        self, model: Any, output: Tensor, loss_func: Any, num_microbatches: int, reports: list[Any]
+    ) -> Tensor:
+        """The scaled loss of a microbatch, by Megatron's own code."""
+        from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+        call = (None, False, num_microbatches, reports, 1, True)
+        loss, _ = forward_step_calc_loss(model, output, loss_func, model.config, *call)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
 
 def stock_loss_func(
