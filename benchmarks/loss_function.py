@@ -20,7 +20,7 @@ from benchmarks import megatron
 from benchmarks.megatron import Batch
 from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
-from benchmarks.shapes import LAYOUTS, MODE, microbatch
+from benchmarks.shapes import LAYOUTS, MODE, SMALL, microbatch
 from megatron_loss_agg import StepPlan, weighted_sum
 from megatron_loss_agg.mcore import Call, Extension, LossHook, MicrobatchLoss, TokenLoss
 from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
@@ -58,15 +58,16 @@ def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: tor
     base, ratio = results.ratio(step.stock, step.hooked(), rounds)
     where = f"{shape[0]} x {shape[1]} {layout}, {str(dtype).removeprefix('torch.')} mask"
     results.add("stock loss function", where, 1e6 * base / NUMBER, "us")
-    results.add("hook's loss function", where, ratio, "x stock", layout)
+    goal = "small_rows" if layout == "rows" and shape[0] * shape[1] < SMALL else layout
+    results.add("hook's loss function", where, ratio, "x stock", goal)
     if dtype == torch.bool:
         return
     hooked = step.hooked(extensions=[kept])
     hooked()
     hooked()  # not the first step
     floor, weighed = (functools.partial(results.seconds, work) for work in kept.works())
-    goal = "floors" if layout == "packs" else ""
     _, ratio = results.ratio(floor, weighed, rounds)
+    goal = "row_weights" if layout == "rows" else "pack_weights"
     results.add("weights and weighted sum", where, ratio, "x (x * w).sum()", goal)
     if shape != results.shapes.losses[-1]:
         return
