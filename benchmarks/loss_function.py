@@ -21,10 +21,8 @@ from benchmarks.megatron import Batch
 from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
 from benchmarks.shapes import LAYOUTS, MODE, SMALL, microbatch
-from megatron_loss_agg import StepPlan, weighted_sum
-from megatron_loss_agg.mcore import Call, Extension, LossHook, MicrobatchLoss, TokenLoss
-from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
-from megatron_loss_agg.mcore.split import SPLITS
+from megatron_loss_agg import StepPlan
+from megatron_loss_agg.mcore import Call, Extension, LossHook, TokenLoss
 
 NUMBER = 8
 """Microbatches of a step."""
@@ -53,65 +51,38 @@ def reruns_disabled() -> Iterator[None]:
 def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
     batch = microbatch(*shape, layout)
     batch["loss_mask"] = batch["loss_mask"].to(dtype)
-    step, kept = Losses(results.clock, batch), Kept()
+    step = Losses(results.clock, batch)
     rounds = 300 if batch["loss_mask"].numel() < 2**17 else 60
     base, ratio = results.ratio(step.stock, step.hooked(), rounds)
     where = f"{shape[0]} x {shape[1]} {layout}, {str(dtype).removeprefix('torch.')} mask"
     results.add("stock loss function", where, 1e6 * base / NUMBER, "us")
     goal = "small_rows" if layout == "rows" and shape[0] * shape[1] < SMALL else layout
     results.add("hook's loss function", where, ratio, "x stock", goal)
-    if dtype == torch.bool:
+    if dtype == torch.bool or shape != results.shapes.losses[-1]:
         return
-    hooked = step.hooked(extensions=[kept])
+    plan_size = PlanSize()
+    hooked = step.hooked(extensions=[plan_size])
     hooked()
     hooked()  # not the first step
-    floor, weighed = (functools.partial(results.seconds, work) for work in kept.works())
-    _, ratio = results.ratio(floor, weighed, rounds)
-    goal = "row_weights" if layout == "rows" else "pack_weights"
-    results.add("weights and weighted sum", where, ratio, "x (x * w).sum()", goal)
-    if shape != results.shapes.losses[-1]:
-        return
     peaks = []
     for work in (step.stock, hooked):
         with LiveBytes() as counted:
             work()
         peaks.append(counted.peak)
     results.add("peak memory of a step's losses", where, peaks[1] / peaks[0], "x stock")
-    size = kept.bytes / (NUMBER * shape[0])
+    size = plan_size.bytes / (NUMBER * shape[0])
     results.add("plan handed on to other ranks", where, size, "B a sample", "handed_on")
 
 
-class Kept(Extension):
-    """Keeps the last microbatch, and the size of its plan as other ranks get it."""
+class PlanSize(Extension):
+    """Notes the size of a step's plan as other ranks get it."""
 
-    last: MicrobatchLoss
     bytes = 0
 
-    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
+    @contextlib.contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         self.bytes = len(pickle.dumps(dict(plans or {})))
-
-    def on_loss(self, microbatch: MicrobatchLoss) -> None:
-        self.last = microbatch
-
-    def works(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """A weighted sum, forward and backward: with weights at hand, and with its own."""
-        x = self.last
-        ((name, term),) = x.terms.items()
-        plan, w = x.plans[name], x.weights[name]
-        losses = torch.randn_like(w, requires_grad=True)
-
-        def floor() -> None:
-            losses.grad = None
-            (losses * w).sum().backward()
-
-        def weighed() -> None:
-            losses.grad = None
-            holders = x.call.groups.cp_rank_in(plan.shapes[x.i])
-            starts = starts_on_rank(plan, x.i, term, holders, SPLITS[0])
-            own = weights_on_rank(plan, x.i, term, holders, starts)
-            weighted_sum(own, losses).backward()
-
-        return floor, weighed
+        yield
 
 
 class Losses:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.results import Results
 from benchmarks.shapes import LAYOUTS, MODE, microbatch
-from megatron_loss_agg import Microbatch, StepPlan
+from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
 
 NUMBER = 8
 """Microbatches of a step on one rank, at most."""
@@ -34,9 +34,35 @@ def measure(results: Results) -> None:
         (seconds,) = results.least_seconds([work], 40)
         where = f"{samples} x {length} {layout}, {NUMBER} microbatches"
         results.add("plan of one rank", where, 1e3 * seconds, "ms", "plan_ms")
+    for samples, length in results.shapes.losses[1:]:
+        for layout in LAYOUTS:
+            _weighed(results, samples, length, layout)
     for samples in results.shapes.samples:
         for ranks in results.shapes.ranks:
             _exchange(results, samples, ranks)
+
+
+def _weighed(results: Results, samples: int, length: int, layout: str) -> None:
+    """Planning, weights and weighted sums of a step, forward and backward, beside masked means."""
+    batch = microbatch(samples, length, layout)
+    mask = batch["loss_mask"]
+    losses = [torch.randn(mask.shape).requires_grad_() for _ in range(NUMBER)]
+
+    def means() -> None:
+        for x in losses:
+            x.grad = None
+            ((x * mask).sum() / mask.sum()).backward()
+
+    def weighed() -> None:
+        plan = StepPlan.build(MODE, [Microbatch(**batch) for _ in losses])
+        for i, x in enumerate(losses):
+            x.grad = None
+            weighted_sum(plan.weights(i), x).backward()
+
+    base, other = (functools.partial(results.seconds, work) for work in (means, weighed))
+    _, ratio = results.ratio(base, other, 60)
+    where = f"{samples} x {length} {layout}, {NUMBER} microbatches"
+    results.add("plan, weights and sums", where, ratio, "x masked means", f"weighed_{layout}")
 
 
 def _exchange(results: Results, samples: int, ranks: int) -> None:

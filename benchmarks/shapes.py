@@ -74,8 +74,8 @@ GOALS = {
     "rows": 2.0,  # of stock Megatron's loss function
     "small_rows": 2.4,
     "packs": 2.6,
-    "row_weights": 3.5,  # of (x * w).sum(), forward and backward
-    "pack_weights": 4.7,
+    "weighed_rows": 3.5,  # of masked means, forward and backward
+    "weighed_packs": 4.7,
     "plan_ms": 5.0,
     "exchange_ms_65536": 40.0,  # of one rank's time, with the samples of 4,096 ranks
     "exchange_ms_1048576": 250.0,
