@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.results import Results, counted, line
 
-PARTS = ("plan", "loader", "startup", "loss_function", "step")
-"""All but the first change torch for good; of them the loader is first, since it forks."""
+PARTS = ("plan", "counts", "loader", "startup", "path", "loss_function", "step")
+"""All but the first two change torch for good; of them the loader is first, since it forks."""
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ class Steps:
         # The stand-in for a GPU refuses workers to a loader that is being made.
         loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
         self._data = _timed(iter(loader))
-        options = {} if name == "stock" else {"prefetches": name == "prefetch"}
+        options = {} if name == "stock" else {"prefetch": name == "prefetch"}
         self._training = Training(bool(options), ddp, step, self._data, **options)
 
     def second(self) -> tuple[float, float]:

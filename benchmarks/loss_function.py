@@ -20,11 +20,9 @@ from benchmarks import megatron
 from benchmarks.megatron import Batch
 from benchmarks.memory import LiveBytes
 from benchmarks.results import Results
-from benchmarks.shapes import LAYOUTS, MODE, microbatch
-from megatron_loss_agg import StepPlan, weighted_sum
-from megatron_loss_agg.mcore import Call, Extension, LossHook, MicrobatchLoss, TokenLoss
-from megatron_loss_agg.mcore.local_weights import starts_on_rank, weights_on_rank
-from megatron_loss_agg.mcore.split import SPLITS
+from benchmarks.shapes import LAYOUTS, MODE, SMALL, microbatch
+from megatron_loss_agg import StepPlan
+from megatron_loss_agg.mcore import Call, Extension, LossHook, TokenLoss
 
 NUMBER = 8
 """Microbatches of a step."""
@@ -53,64 +51,38 @@ def reruns_disabled() -> Iterator[None]:
 def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
     batch = microbatch(*shape, layout)
     batch["loss_mask"] = batch["loss_mask"].to(dtype)
-    step, kept = Losses(results.clock, batch), Kept()
+    step = Losses(results.clock, batch)
     rounds = 300 if batch["loss_mask"].numel() < 2**17 else 60
     base, ratio = results.ratio(step.stock, step.hooked(), rounds)
     where = f"{shape[0]} x {shape[1]} {layout}, {str(dtype).removeprefix('torch.')} mask"
     results.add("stock loss function", where, 1e6 * base / NUMBER, "us")
-    results.add("hook's loss function", where, ratio, "x stock", layout)
-    if dtype == torch.bool:
+    goal = "small_rows" if layout == "rows" and shape[0] * shape[1] < SMALL else layout
+    results.add("hook's loss function", where, ratio, "x stock", goal)
+    if dtype == torch.bool or shape != results.shapes.losses[-1]:
         return
-    hooked = step.hooked(extensions=[kept])
+    plan_size = PlanSize()
+    hooked = step.hooked(extensions=[plan_size])
     hooked()
     hooked()  # not the first step
-    floor, weighed = (functools.partial(results.seconds, work) for work in kept.works())
-    goal = "floors" if layout == "packs" else ""
-    _, ratio = results.ratio(floor, weighed, rounds)
-    results.add("weights and weighted sum", where, ratio, "x (x * w).sum()", goal)
-    if shape != results.shapes.losses[-1]:
-        return
     peaks = []
     for work in (step.stock, hooked):
         with LiveBytes() as counted:
             work()
         peaks.append(counted.peak)
     results.add("peak memory of a step's losses", where, peaks[1] / peaks[0], "x stock")
-    size = kept.bytes / (NUMBER * shape[0])
+    size = plan_size.bytes / (NUMBER * shape[0])
     results.add("plan handed on to other ranks", where, size, "B a sample", "handed_on")
 
 
-class Kept(Extension):
-    """Keeps the last microbatch, and the size of its plan as other ranks get it."""
+class PlanSize(Extension):
+    """Notes the size of a step's plan as other ranks get it."""
 
-    last: MicrobatchLoss
     bytes = 0
 
-    def before_step(self, call: Call, plans: Mapping[str, StepPlan] | None) -> None:
+    @contextlib.contextmanager
+    def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         self.bytes = len(pickle.dumps(dict(plans or {})))
-
-    def on_loss(self, microbatch: MicrobatchLoss) -> None:
-        self.last = microbatch
-
-    def works(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """A weighted sum, forward and backward: with weights at hand, and with its own."""
-        x = self.last
-        ((name, term),) = x.terms.items()
-        plan, w = x.plans[name], x.weights[name]
-        losses = torch.randn_like(w, requires_grad=True)
-
-        def floor() -> None:
-            losses.grad = None
-            (losses * w).sum().backward()
-
-        def weighed() -> None:
-            losses.grad = None
-            holders = x.call.groups.cp_rank_in(plan.shapes[x.i])
-            starts = starts_on_rank(plan, x.i, term, holders, SPLITS[0])
-            own = weights_on_rank(plan, x.i, term, holders, starts)
-            weighted_sum(own, losses).backward()
-
-        return floor, weighed
+        yield
 
 
 class Losses:
@@ -123,8 +95,8 @@ class Losses:
 
         self._clock, self._begin = clock, 0.0
         self._batch, self._terms = batch, terms
-        self._masks = [batch["loss_mask"].clone().cuda() for _ in range(microbatches)]
-        self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self._masks]
+        self.masks = [batch["loss_mask"].clone().cuda() for _ in range(microbatches)]
+        self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self.masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         # Scaling is measured where the model's parameters are.
@@ -148,18 +120,18 @@ class Losses:
         return functools.partial(self.run, hook.wrap(self._schedule), loss_of)
 
     def run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
-        numbers = iter(range(len(self._masks)))
+        numbers = iter(range(len(self.masks)))
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
             next(data_iterator)
             i = next(numbers)
-            return model(self.leaves[i]), loss_of(self._masks[i])
+            return model(self.leaves[i]), loss_of(self.masks[i])
 
         schedule(
             forward_step_func=forward_step,
-            data_iterator=iter([self._batch] * len(self._masks)),
+            data_iterator=iter([self._batch] * len(self.masks)),
             model=self._model,
-            num_microbatches=len(self._masks),
+            num_microbatches=len(self.masks),
         )
         return self._clock() - self._begin
 
@@ -167,16 +139,25 @@ class Losses:
         self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int
     ) -> None:
         """Microbatch after microbatch, as Megatron's goes without pipelining."""
-        from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-
         self._begin = self._clock()
         reports: list[Any] = []
         for leaf in self.leaves:
             leaf.grad = None
             output, loss_func = forward_step_func(data_iterator, model)
-            of_call = (None, False, num_microbatches, reports, 1, True)
-            loss, _ = forward_step_calc_loss(model, output, loss_func, model.config, *of_call)
-            loss.backward()
+            self.backward(self.loss(model, output, loss_func, num_microbatches, reports))
+
+    def loss(
+        self, model: Any, output: Tensor, loss_func: Any, num_microbatches: int, reports: list[Any]
+    ) -> Tensor:
+        """The scaled loss of a microbatch, by Megatron's own code."""
+        from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+        call = (None, False, num_microbatches, reports, 1, True)
+        loss, _ = forward_step_calc_loss(model, output, loss_func, model.config, *call)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
 
 def stock_loss_func(

@@ -3,24 +3,33 @@
     python -m benchmarks.path [--show]
 
 A tiny GPT trains on rows in one process, on the real Megatron-Core; the last of some steps is
-watched. Counted are the functions of the package that run (properties, too; no lambdas or generator
-expressions), their files, their calls, the classes whose methods these are, and the moves: calls from
-one file into another. The stand-in for a GPU is left out.
+watched, an ordinary one. Counted are the functions of the package that run (properties, too; no
+lambdas or generator expressions), their files, their calls, the classes whose methods these are,
+and the moves: calls from one file into another. The stand-in for a GPU is left out.
+
+Of the entered files also the lines that run, as a share of their code. A line is one that has
+instructions of a function's body: not its ``def`` line, no docstring, nothing at the top level of
+a module or class; a statement over several lines may have several. The rest is code of other runs
+that stands in the way of everybody. ``--show`` lists it by file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import megatron_loss_agg
 from benchmarks import megatron
 from benchmarks.megatron import Training
+from benchmarks.results import Results
 from benchmarks.shapes import TINY, Step
 
 PACKAGE = Path(megatron_loss_agg.__file__).parent
@@ -38,44 +47,78 @@ class Watch:
         calls: of each function, by file and name.
         moves: by pairs of files.
         classes: their names.
+        lines: those that ran, by file.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.moves: Counter[tuple[str, str]] = Counter()
         self.classes: set[str] = set()
+        self.lines: defaultdict[str, set[int]] = defaultdict(set)
         self._files: list[str] = []  # of the functions that are running, the innermost last
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        sys.setprofile(self._follow)
+        sys.settrace(self._enter)
         try:
             yield
         finally:
-            sys.setprofile(None)
+            sys.settrace(None)
 
     @property
-    def files(self) -> set[str]:
-        return {file for file, _ in self.calls}
+    def files(self) -> list[str]:
+        return sorted({file for file, _ in self.calls})
 
-    def _follow(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            file = _file_of(frame)
-            if file and not frame.f_code.co_name.startswith("<"):
-                self._count(frame, file)
-            self._files.append(file)
-        elif event == "return" and self._files:
+    def share_of_lines(self) -> float:
+        """Of the code of all entered files."""
+        code = {file: code_lines(PACKAGE / file) for file in self.files}
+        ran = sum(len(self.lines[file] & lines) for file, lines in code.items())
+        return ran / sum(map(len, code.values()))
+
+    def _enter(self, frame: FrameType, _event: str, _argument: object) -> Any:
+        file = _file_of(frame)
+        if file == _OUTSIDE:
+            return None
+        if not frame.f_code.co_name.startswith("<"):
+            self._count(frame, file)
+        self._files.append(file)
+        return self._follow
+
+    def _follow(self, frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "line":
+            self.lines[_file_of(frame)].add(frame.f_lineno)
+        elif event == "return":
             self._files.pop()
+        return self._follow
 
     def _count(self, frame: FrameType, file: str) -> None:
         code = frame.f_code
         self.calls[file, getattr(code, "co_qualname", code.co_name)] += 1
-        caller = next((x for x in reversed(self._files) if x), _OUTSIDE)
+        caller = self._files[-1] if self._files else _OUTSIDE
         if caller != file:
             self.moves[caller, file] += 1
         owner = type(frame.f_locals.get("self"))
         if owner.__module__.startswith(megatron_loss_agg.__name__):
             self.classes.add(owner.__name__)
+
+
+def code_lines(file: Path) -> set[int]:
+    """The lines with instructions of the bodies of a file's functions."""
+    lines = set()
+    for code in _functions(compile(file.read_text(encoding="utf-8"), file, "exec")):
+        numbers = {number for _, _, number in code.co_lines() if number}
+        is_expression = code.co_name.startswith("<")
+        lines |= numbers if is_expression else numbers - {code.co_firstlineno}
+    return lines
+
+
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    """All functions inside, and those inside of them."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_flags & inspect.CO_OPTIMIZED:  # no class body
+                yield constant
+            yield from _functions(constant)
 
 
 def _file_of(frame: FrameType) -> str:
@@ -99,21 +142,49 @@ def watched_step() -> Watch:
     return watch
 
 
+def measure(results: Results) -> None:
+    watch = watched_step()
+    where = f"ordinary step, {STEP.microbatches} microbatches of rows"
+    results.add("entered files", where, len(watch.files), "files", "entered_files")
+    results.add("entered functions", where, len(watch.calls), "functions")
+    rare = 1 - watch.share_of_lines()
+    results.add("lines of these files that do not run", where, rare, "of all", "rare_lines")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--show", action="store_true", help="each function, and how often it ran")
+    parser.add_argument("--show", action="store_true", help="each function, and what does not run")
     show = parser.parse_args().show
     watch = watched_step()
     if show:
-        for (file, name), number in watch.calls.items():
-            print(f"{number:4d} {file:32} {name}")
+        _show(watch)
     both_ways = {pair for pair in watch.moves if pair[::-1] in watch.moves}
     print(
         f"a training call of {STEP.microbatches} microbatches of rows, one term, on one rank: "
         f"{len(watch.files)} files, {len(watch.calls)} functions, {watch.calls.total()} calls, "
         f"{watch.moves.total()} moves between files, of {len(watch.moves)} kinds, "
-        f"{len(both_ways) // 2} pairs of files that call each other, {len(watch.classes)} classes"
+        f"{len(both_ways) // 2} pairs of files that call each other, {len(watch.classes)} classes; "
+        f"{watch.share_of_lines():.1%} of the code of these files"
     )
+
+
+def _show(watch: Watch) -> None:
+    for (file, name), number in watch.calls.items():
+        print(f"{number:4d} {file:32} {name}")
+    for file in watch.files:
+        lines = code_lines(PACKAGE / file)
+        ran = watch.lines[file] & lines
+        print(f"{len(ran):4d} of {len(lines):4d} lines of {file}; not {_ranges(lines, ran)}")
+
+
+def _ranges(lines: set[int], ran: set[int]) -> str:
+    """The lines that did not run, neighbours as one range."""
+    ranges = []
+    for did_run, neighbours in groupby(sorted(lines), key=lambda line: line in ran):
+        first, *_, last = [*neighbours] * 2
+        if not did_run:
+            ranges.append(f"{first}-{last}" if first != last else f"{first}")
+    return ", ".join(ranges)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ class Shapes(NamedTuple):
     losses: tuple[tuple[int, int], ...] = ((8, 128), (64, 1024), (4096, 64))
     bool_mask: tuple[int, int] = (64, 1024)  # one of them
     plan: tuple[int, int] = (8192, 64)  # in 8 microbatches
-    samples: tuple[int, int] = (4096, 65_536)  # of a step, over all ranks
+    samples: tuple[int, ...] = (65_536, 1_048_576)  # of a step, on all ranks
+    ranks: tuple[int, ...] = (64, 512, 4096)
     model: Gpt = Gpt(layers=4, hidden=256, heads=4, vocabulary=8192)
     step: Step = Step(microbatches=4, rows=2, length=256)
     loader_step: Step = Step(microbatches=4, rows=1, length=32)
@@ -51,12 +52,16 @@ class Shapes(NamedTuple):
     )
 
 
+SMALL = 2**14
+"""A microbatch of fewer tokens is small: its time is that of Python."""
+
 FULL = Shapes()
 QUICK = Shapes(
     losses=((8, 128),),
     bool_mask=(8, 128),
     plan=(64, 64),
-    samples=(100, 200),
+    samples=(64,),
+    ranks=(2, 4),
     model=TINY,
     step=Step(microbatches=2, rows=2, length=16),
     growth=(("microbatches", (1, 2)), ("terms", (1, 2)), ("samples", (1, 2))),
@@ -67,13 +72,24 @@ GPU_WAITS = Gpt(layers=2, hidden=256, heads=4, vocabulary=1024), Step(4, 2, 128)
 
 GOALS = {
     "rows": 2.0,  # of stock Megatron's loss function
-    "packs": 3.0,
-    "floors": 4.0,  # of (x * w).sum(), forward and backward
+    "small_rows": 2.4,
+    "packs": 2.6,
+    "weighed_rows": 3.5,  # of masked means, forward and backward
+    "weighed_packs": 4.7,
     "plan_ms": 5.0,
-    "table_ms": 20.0,  # 65,536 samples of all ranks
+    "exchange_ms_65536": 40.0,  # of one rank's time, with the samples of 4,096 ranks
+    "exchange_ms_1048576": 250.0,
     "handed_on": 32.0,  # bytes a sample
+    "launches_rows": 12,  # added to those of stock Megatron's loss, a microbatch
+    "launches_packs": 20,
+    "uploads": 0,  # added, a microbatch
+    "waits": 0,
+    "calls": 60,  # of Python functions, by the loss function
+    "step_waits": 1,
+    "entered_files": 16,  # by an ordinary step
+    "rare_lines": 0.55,  # of their code, that it does not run
     "growth": 1.2,  # of linear growth
-    "added_ms": 2.5,
+    "added_ms": 3.3,
     "step": 0.003,  # of stock Megatron's step, added to it
     "slow_loader": 1.02,  # of stock Megatron's step over the same loader
     "loader_wait": 0.02,  # of a step without delay

@@ -22,9 +22,15 @@ BACKEND = "device_only"
 DEVICE = torch.device("privateuseone", 0)
 # Operations whose results' size or value the host must know.
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_COPIES = ("_to_copy", "copy_")
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
 
 waits: list[str] = []
 """Names of the operations for which the host waited for the device."""
+launches: list[str] = []
+"""Names of the operations that the device ran; views and allocations run nothing."""
+uploads: list[str] = []
+"""Names of the operations that copied from the host to the device."""
 collectives: list[str] = []
 """The types of the devices whose tensors they took."""
 _arriving: list[tuple[Tensor, Tensor]] = []
@@ -69,7 +75,14 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d":
             collectives.extend(x.device.type for x in given[:1])
         out = _run(func, args, kwargs)
-        if _waits(name, given, tensors_in(out), kwargs):
+        made = tensors_in(out)
+        if _is_on_device(made):
+            comes_from_host = any(not isinstance(x, OnDevice) for x in given)
+            if name == "lift_fresh" or (name in _COPIES and comes_from_host):
+                uploads.append(name)
+            elif not func.is_view and name not in _ALLOCATIONS:
+                launches.append(name)
+        if _waits(name, given, made, kwargs):
             _synchronize(name)
         return out
 
@@ -169,7 +182,7 @@ def _waits(name: str, given: list[Tensor], made: list[Tensor], kwargs: dict[str,
         return False
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
-    if name in ("_to_copy", "copy_") and len({x.device for x in (*given, *made)}) > 1:
+    if name in _COPIES and len({x.device for x in (*given, *made)}) > 1:
         # Memory of the CPU that can be swapped out is copied first, by the host.
         pageable = _is_on_device(made) and not hasattr(given[-1], "is_pinned_here")
         return given[-1].numel() > 0 and (pageable or not kwargs.get("non_blocking"))
