@@ -204,7 +204,7 @@ class LossAggregation:
         sample_options = (self.function, self.rejected, self.sample_weights)
         return self.units <= {"all", "microbatch"} and all(x is None for x in sample_options)
 
-    @property
+    @functools.cached_property
     def by_id(self) -> list[Unit]:
         """The `units` that need ids."""
         return sorted(self.units - {*WITHOUT_IDS})
@@ -217,7 +217,7 @@ class LossAggregation:
         innermost = self.path[-1] if self.path else self.within
         return self.count or innermost
 
-    @property
+    @functools.cached_property
     def inverse_divisor(self) -> float:
         """``1 / D``."""
         return 1.0 if self.divisor is None else 1.0 / float(self.divisor)

@@ -18,11 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.masks import sums_by_sample
-from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch
+from megatron_loss_agg.microbatch import (
+    BY_SAMPLE,
+    Microbatch,
+    MicrobatchShape,
+    starts_at_zero_and_never_decreases,
+)
 from megatron_loss_agg.tensors import LARGEST_FP32, described, is_plain
 
 _SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
@@ -170,6 +175,19 @@ class StepCounts(NamedTuple):
     across: float  # N_across or V_across; 1 without an outer mean
 
 
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The token sequences of one microbatch from which losses by sample are computed."""
+
+    shape: MicrobatchShape
+    mask_sum: Tensor  # fp64 [sequences]
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> Sequences:
+        """The sequences of ``microbatch``, which is on the CPU; DataError for bad values."""
+        return cls(microbatch.shape, sums_by_sample([microbatch]))
+
+
 def read_samples(
     microbatches: Sequence[Microbatch], units: Sequence[Unit], is_evaluation: bool = False
 ) -> Samples:
@@ -209,6 +227,16 @@ def read_samples(
         routed_tokens=torch.tensor(routed, dtype=torch.int64),
         is_evaluation=is_evaluation,
     )
+
+
+def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
+    """The mask sums of all samples of microbatches on the CPU: fp64 [samples].
+
+    Raises:
+        DataError: values or offsets that `Microbatch` does not allow.
+    """
+    sums = [_sums(microbatch, i) for i, microbatch in enumerate(microbatches)]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *sums])
 
 
 def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> None:
@@ -455,3 +483,54 @@ def _column(microbatches: Sequence[Microbatch], name: str, default: float) -> Te
 def _concatenated(parts: Sequence[Any], dtype: torch.dtype) -> Tensor:
     """One vector; empty if there are no parts."""
     return torch.cat([torch.empty(0, dtype=dtype), *(x.detach().to(dtype) for x in parts)])
+
+
+def _sums(microbatch: Microbatch, i: int) -> Tensor:
+    """The mask sum of each sample of microbatch ``i`` of the step, fp64 [samples]."""
+    mask = microbatch.loss_mask.detach()
+    # As Python numbers, since half precision would round the limit to infinity.
+    least, largest = (x.item() for x in mask.aminmax()) if mask.numel() else (0, 0)
+    if not (least >= 0 and largest <= LARGEST_FP32):
+        raise DataError(
+            f"loss_mask must be finite, >= 0 and in the range of fp32 (mask_sums too), got values "
+            f"from {least:g} to {largest:g} in microbatch {i}. Correct the mask."
+        )
+    if microbatch.cu_seqlens is None:
+        return mask.sum(dim=1, dtype=torch.float64)
+    bounds = _segment_bounds(microbatch, i)
+    flat = mask.reshape(-1).double()
+    sums = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
+    # Segments alternate: a sample, the padding behind it. The last sample is an empty one.
+    sample_sums, padding_sums = sums[:-2:2], sums[1::2]
+    if bool(padding_sums.any()):
+        raise DataError(
+            f"loss_mask must be 0 outside of all samples, got other values in microbatch {i}. Mask "
+            "the padding, or correct cu_seqlens and cu_seqlens_padded."
+        )
+    return sample_sums
+
+
+def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
+    """Segment boundaries of a pack: start and end of each sample in turn, then the end of the mask.
+
+    int64 [2 * samples + 3]; the last sample is an empty one.
+
+    Raises:
+        DataError: see `sums_by_sample`.
+    """
+    assert microbatch.cu_seqlens is not None
+    real, padded = microbatch.cu_seqlens.long(), microbatch.cu_seqlens_padded
+    starts = real if padded is None else padded.long()
+    bounds = torch.stack([starts, starts + pad(real.diff(), (0, 1))], dim=1).view(-1)
+    bounds = pad(bounds, (0, 1), value=microbatch.loss_mask.numel())
+    # Without padded offsets, the bounds are the real offsets.
+    offsets = [bounds] if padded is None else [real, bounds]
+    if not all(map(starts_at_zero_and_never_decreases, offsets)):
+        raise DataError(
+            "offsets must start at 0, never decrease, and end inside the mask, with samples no "
+            f"longer than their padded places, got cu_seqlens={real.tolist()} and "
+            f"cu_seqlens_padded={None if padded is None else padded.tolist()} for the "
+            f"{microbatch.loss_mask.numel()} tokens of microbatch {i}. Correct them, "
+            "or give the whole pack, before context parallelism."
+        )
+    return bounds

@@ -32,11 +32,11 @@ from megatron_loss_agg.collectives import (
     ranks_of,
     send_failure,
 )
-from megatron_loss_agg.counting import Samples, read_samples
+from megatron_loss_agg.counting import Samples, Sequences, read_samples
 from megatron_loss_agg.dynamic_cp import HeldMicrobatches
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.masks import Sequences, brought_to_cpu
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape, hashed
+from megatron_loss_agg.ids import hashed
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape, brought_to_cpu
 
 _READING = "reading the step"
 _PADDING = -1

@@ -5,11 +5,9 @@ Suffixes: ``_S`` samples, ``_T`` tokens.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,10 +16,9 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, WITHOUT_IDS, Unit
 from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.ids import ids_from
 from megatron_loss_agg.tensors import described, is_plain
 
-Ids = Tensor | Sequence[int] | Sequence[str]
-"""One id per sample: int64 [samples], ints, or strings."""
 BY_SAMPLE = {f"{unit}_ids": torch.int64 for unit in BY_ID}
 BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
 """Fields with a value for each sample, and the dtype they are counted in."""
@@ -313,6 +310,20 @@ def listed(microbatches: Any) -> list[Any]:
     return list(microbatches)
 
 
+def brought_to_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """Microbatches with all tensors on the CPU, except the `model_inputs`.
+
+    Waits for the device once, if any tensor is on it.
+    """
+    devices = {x.device for m in microbatches for x in m.tensors() if not x.is_cpu}
+    if not devices:
+        return list(microbatches)
+    moved = [m.with_tensors(lambda x: x.to("cpu", non_blocking=True)) for m in microbatches]
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+    return moved
+
+
 def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
     """The field ``name`` of `BY_SAMPLE`, or ids of another name, as a tensor [samples].
 
@@ -335,31 +346,6 @@ def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
             "each (a pack of several samples needs cu_seqlens)."
         )
     return x
-
-
-def ids_from(name: str, values: Any) -> Tensor:
-    """int64 [samples] on the CPU, from ints or from strings."""
-    is_sequence = isinstance(values, Iterable) and not isinstance(values, str)
-    items: list[Any] = list(values) if is_sequence else [None]
-    if all(isinstance(x, str) for x in items):
-        return torch.tensor([hashed(x) for x in items], dtype=torch.int64)
-    if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in items):
-        raise DataError(
-            f"{name} must be an int64 tensor [samples], or a sequence of ints or strings, got "
-            f"{described(values)}. Convert it."
-        )
-    numbers = [int(x) for x in items]
-    largest = max(numbers, key=abs)
-    if not -(2**63) <= largest < 2**63:
-        raise DataError(f"{name} must fit into int64, got {largest}. Give strings.")
-    return torch.tensor(numbers, dtype=torch.int64)
-
-
-def hashed(text: str) -> int:
-    """The first 8 bytes of the hash of ``text``, as a signed int: the same on every machine."""
-    # Accept lone surrogates, as in file names that are not UTF-8.
-    encoded = text.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little", signed=True)
 
 
 def are_offsets(x: object) -> TypeGuard[Tensor]:

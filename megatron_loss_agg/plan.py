@@ -17,6 +17,7 @@ from megatron_loss_agg.aggregation import LossAggregation, Term, Unit, named_ter
 from megatron_loss_agg.collectives import broadcast, ranks_of
 from megatron_loss_agg.counting import (
     Samples,
+    Sequences,
     StepCounts,
     check_fields,
     coefficients,
@@ -25,17 +26,16 @@ from megatron_loss_agg.counting import (
 from megatron_loss_agg.describe import terms_in_words
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.exchange import RankTable, StepTable, exchange, failing_in_exchange
-from megatron_loss_agg.masks import Sequences
+from megatron_loss_agg.ids import Ids
+from megatron_loss_agg.mask_sums import microbatches_from
 from megatron_loss_agg.microbatch import (
-    Ids,
     Microbatch,
     MicrobatchOfTerms,
     MicrobatchShape,
-    checked_by_sample,
     listed,
     term_microbatch,
 )
-from megatron_loss_agg.tensors import at_least_fp32, check_tensors, described, moved
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors, moved
 from megatron_loss_agg.weighted_sum import weights_of_tokens
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -132,7 +132,9 @@ class StepPlan:
         Raises:
             AggregationError: as `build`; OptionError also for bad ``terms``.
         """
-        return plan_step(terms, microbatches, group, copies=True)
+        with failing_in_exchange(group):
+            checked_terms = named_terms(terms)
+        return plan_step(checked_terms, units_read(checked_terms), microbatches, group, copies=True)
 
     @classmethod
     def from_mask_sums(
@@ -173,29 +175,9 @@ class StepPlan:
             "sample_weights": sample_weights,
         }
 
-        def sample_microbatches() -> list[Microbatch]:
-            """A microbatch for each vector; each sample has all of its mask in one token."""
-            has_list = _is_list_of_vectors(mask_sums)
-            vectors = [_vector(x) for x in (mask_sums if has_list else [mask_sums])]
-            sizes = [len(x) for x in vectors]
-
-            def entries(name: str, values: Any) -> list[Any]:
-                return _entries(name, values if has_list else [values], sizes)
-
-            columns = {name: entries(name, x) for name, x in by_sample.items() if x is not None}
-            ids_by_unit = {u: entries(f"{u}_ids", x) for u, x in _checked_mapping(ids).items()}
-            return [
-                Microbatch(
-                    vector.unsqueeze(1),
-                    ids={unit: column[i] for unit, column in ids_by_unit.items()},
-                    **{name: column[i] for name, column in columns.items()},
-                )
-                for i, vector in enumerate(vectors)
-            ]
-
         with failing_in_exchange(group):
-            microbatches = sample_microbatches()
-        plan = plan_step({"": agg}, microbatches, group)[""]
+            microbatches = microbatches_from(mask_sums, ids, by_sample)
+        plan = cls.build_terms({"": agg}, microbatches, group)[""]
         return replace(
             plan,
             counts=plan.counts._replace(active_tokens=None),
@@ -409,7 +391,8 @@ def token_weights(
 
 
 def plan_step(
-    terms: Mapping[str, Term | LossAggregation],
+    terms: Mapping[str, Term],
+    units: Sequence[Unit],
     microbatches: Any,
     group: dist.ProcessGroup | None,
     copies: bool = False,
@@ -418,19 +401,16 @@ def plan_step(
     """`StepPlan.build_terms`; without ``copies``, plans refer to the microbatches themselves.
 
     Args:
+        units: the ids to read, see `aggregation.units_read`.
         is_evaluation: data sets may lack a weight.
     """
     with failing_in_exchange(group):
-        terms_by_name = named_terms(terms)
         # Ranks compare them. One rank alone saves the time.
-        words = terms_in_words(terms_by_name) if ranks_of(group) > 1 else ""
+        words = terms_in_words(terms) if ranks_of(group) > 1 else ""
         items = listed(microbatches)
-        tables = _read_tables(terms_by_name, items, group, copies, is_evaluation)
+        tables = _read_tables(terms, units, items, group, copies, is_evaluation)
     step_tables = exchange(words, tables, group)
-    return {
-        name: _plan_term(term.aggregation, step_tables[name])
-        for name, term in terms_by_name.items()
-    }
+    return {name: _plan_term(term.aggregation, step_tables[name]) for name, term in terms.items()}
 
 
 def broadcast_plans(
@@ -449,6 +429,7 @@ def broadcast_plans(
 
 def _read_tables(
     terms: Mapping[str, Term],
+    units: Sequence[Unit],
     items: Sequence[MicrobatchOfTerms],
     group: dist.ProcessGroup | None,
     copies: bool,
@@ -465,12 +446,11 @@ def _read_tables(
         if shares_masks and tables:
             tables[name] = next(iter(tables.values()))
             continue
-        units = {*units_read(terms)}
         if has_function:  # which may group by any ids
-            units |= {unit for m in microbatches for unit in m.ids}
+            units = sorted({*units, *(unit for m in microbatches for unit in m.ids)})
         if copies:
             microbatches = [m.copied() for m in microbatches]
-        tables[name] = RankTable(microbatches, sorted(units), rank, ranks_of(group), is_evaluation)
+        tables[name] = RankTable(microbatches, units, rank, ranks_of(group), is_evaluation)
     return tables
 
 
@@ -494,42 +474,3 @@ def _plan_term(agg: LossAggregation, table: StepTable) -> StepPlan:
         microbatches=rank_table.microbatches,
         samples=samples,
     )
-
-
-def _is_list_of_vectors(mask_sums: Any) -> bool:
-    """Whether there is a vector for each microbatch. An empty list is a rank without any."""
-    return isinstance(mask_sums, (list, tuple)) and not any(_is_number(x) for x in mask_sums)
-
-
-def _vector(mask_sums: Any) -> Tensor:
-    vector = torch.as_tensor(mask_sums, dtype=torch.float64).detach().cpu()
-    if vector.dim() != 1:
-        raise DataError(
-            "mask_sums must be a vector of numbers, one for each sample, or a list of such "
-            f"vectors, got {described(vector)}. Flatten it."
-        )
-    return vector
-
-
-def _checked_mapping(ids: Any) -> Mapping[str, Any]:
-    if ids is not None and not isinstance(ids, Mapping):
-        raise DataError(
-            f"ids must be a mapping by unit, got a {type(ids).__name__}. Give {{unit: ids}}."
-        )
-    return ids or {}
-
-
-def _entries(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
-    """The entry of each microbatch, checked."""
-    is_list = isinstance(values, (list, tuple))
-    if not is_list or len(values) != len(sizes):
-        got = f"{len(values)} entries" if is_list else described(values)
-        raise DataError(
-            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, "
-            f"got {got}. Give a list like that of mask_sums."
-        )
-    return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) or getattr(x, "ndim", 1) == 0

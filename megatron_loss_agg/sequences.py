@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_loss_agg.collectives import SumOverRanks, ranks_of
+from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.masks import brought_to_cpu, sums_by_sample
-from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.microbatch import Microbatch, brought_to_cpu
 from megatron_loss_agg.tensors import at_least_fp32, check_tensors
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_loss_agg.aggregation import BY_ID
+from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.errors import AggregationError, DataError, OptionError
-from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 
 Line = tuple[str, Any]

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.samples import Sample
 from megatron_loss_agg.explain.shares import Shares, shares_by_mode
 from megatron_loss_agg.explain.show import aligned, rows_and_parts, span
-from megatron_loss_agg.masks import sums_by_sample
 from megatron_loss_agg.microbatch import Microbatch
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.ids import ids_from
 from megatron_loss_agg.mcore import read_batch
-from megatron_loss_agg.microbatch import Microbatch, ids_from
+from megatron_loss_agg.microbatch import Microbatch
 
 FLAG = "--loss-aggregation-sft-prompt-field"
 _KEY = "token_prompt_id"

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms
+from megatron_loss_agg.aggregation import LossAggregation, Term, named_terms, units_read
 from megatron_loss_agg.collectives import any_rank
 from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
@@ -170,6 +170,7 @@ class LossHook:
                 "a term must have another name than 'lm', since 'lm loss' is the mean over tokens. "
                 "Rename it."
             )
+        self.units = units_read(self.terms)
         self.also = also_aggregations(also, self.terms)
         self.extensions = [*([ModeReports(self.also)] if also else []), *extensions]
         for extension in self.extensions:

@@ -194,7 +194,7 @@ class Step:
                     with failing_in_exchange(groups.count_group):
                         microbatches = read()
                     plans = plan_step(
-                        *(call.terms, microbatches, groups.count_group),
+                        *(call.terms, self.hook.units, microbatches, groups.count_group),
                         is_evaluation=not call.trains,
                     )
             plans = broadcast_plans(plans, call.terms, groups.tp)

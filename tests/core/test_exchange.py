@@ -14,7 +14,7 @@ from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, Ste
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.counting import Samples, coefficients
 from megatron_loss_agg.exchange import Columns, RankTable, joined
-from megatron_loss_agg.plan import broadcast_plans, plan_step
+from megatron_loss_agg.plan import StepPlan, broadcast_plans
 from tests.core.meaning import aggregation
 from tests.core.operations import Operations
 from tests.distributed import run_ranks
@@ -213,7 +213,7 @@ def plans_on_ranks(make: Callable[[Any], Any]) -> tuple[str, bool, list[float]]:
 
 
 def one_microbatch(terms: Any) -> dict[str, StepPlan]:
-    return plan_step(terms, [Microbatch(torch.ones(2, 3))], None)
+    return StepPlan.build_terms(terms, [Microbatch(torch.ones(2, 3))])
 
 
 def test_every_rank_that_gets_a_plan_has_its_own_aggregation():

@@ -29,13 +29,14 @@ from torch import Tensor
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import broadcast_result, failing_together
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.masks import brought_to_cpu, shifted
+from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.call import Call, replaced
 from megatron_loss_agg.mcore.checks.before import check_schedule
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.parts.modes import replanned
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, report_pair
 from megatron_loss_agg.mcore.split import layout_of, local_starts
+from megatron_loss_agg.microbatch import brought_to_cpu
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
 from megatron_loss_agg.weighted_sum import weighted_sum, weights_of_tokens
