@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
-from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
+from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.mcore.packs import OFFSET_KEYS, pack_offsets
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Microbatch,
     MicrobatchOfTerms,
     holds_integers,
-    term_microbatches,
 )
 from megatron_loss_agg.tensors import described
 
@@ -33,27 +31,11 @@ HOW_TO_READ = (
     "your own LossHook(read_batch=...))"
 )
 
-NO_DATASET = -1
-"""The id of samples of an evaluation that reads one data set, without ids."""
-
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
 """Batch keys of integers by token that the model is called with. Positions tell no tokens apart."""
 
 _TOKEN_IDS = ("input_ids", "position_ids")
 """Batch keys with an element for each token, despite their names."""
-
-_OFFSET_FORMS = (
-    {"cu_seqlens"},
-    {"cu_seqlens_padded"},
-    {"cu_seqlens", "cu_seqlens_padded"},
-    {"cu_seqlens_q"},
-    {"cu_seqlens_q", "cu_seqlens_q_padded"},
-)
-_OFFSET_KEYS = (
-    *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens_q_padded"),
-    *("cu_seqlens_unpadded", "cu_seqlens_argmin"),
-)
-"""Real ones first. The last two are of Megatron-Bridge before 0.6, with another meaning."""
 
 
 class DrawnBatches:
@@ -115,56 +97,6 @@ class DrawnBatches:
         )
 
 
-class DrawnTensors:
-    """The masks, offsets and ids of drawn batches, with copies from before the next one was drawn."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-
-    def note(self, microbatch: MicrobatchOfTerms) -> None:
-        tensors = [x for term in term_microbatches(microbatch) for x in term.tensors()]
-        self._pairs += [(x, _bytes(x)) for x in tensors]
-
-    def check_unchanged(self) -> None:
-        """Raise DataError if a later batch was written into the memory of an earlier one.
-
-        No other check sees it: the loss function gets the mask that is counted, the last one.
-        """
-        if not all(torch.equal(_bytes(x), copy) for x, copy in self._pairs):
-            raise DataError(
-                "a batch must stay as it was drawn until its forward pass, got masks, offsets or ids "
-                "that changed while later batches were drawn. Give new tensors in each batch, or clone "
-                "them in the data iterator."
-            )
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """A copy of ``x`` as integers, in which NaN equals itself."""
-    return x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def read_now(read: Callable[[], _T]) -> Callable[[], _T]:
-    """Call ``read`` at once; return a function with its result.
-
-    For loaders that communicate in ``next``, as under dynamic context parallelism. If one of them
-    raises, the other ranks wait inside theirs: the exception must end this process before it enters
-    a collective of ours. Errors of our own are raised by the returned function, for all ranks to
-    learn of them.
-    """
-    refusal: AggregationError
-    try:
-        result = read()
-    except AggregationError as error:
-        refusal = error
-    else:
-        return lambda: result
-
-    def refuse() -> _T:
-        raise refusal
-
-    return refuse
-
-
 def is_by_sample(key: str) -> bool:
     """Whether a batch key may have a value for each sample."""
     return key in BY_SAMPLE or (key.endswith("_ids") and key not in _TOKEN_IDS)
@@ -212,7 +144,9 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
         if unit not in BY_ID and batch.get(f"{unit}_ids") is not None
     }
     sample_counts = {len(x) for x in (*by_sample.values(), *ids.values()) if isinstance(x, Sized)}
-    offsets: dict[str, Any] = pack_offsets(batch, whole_mask, sample_counts)
+    offsets: dict[str, Any] = {}
+    if any(batch.get(key) is not None for key in OFFSET_KEYS):
+        offsets = pack_offsets(batch, whole_mask, sample_counts)
     if "dataset_ids" not in by_sample and holds_integers(batch.get("dataset_id")):
         by_sample["dataset_ids"] = _dataset_ids(batch["dataset_id"], whole_mask, offsets)
     mask = whole_mask
@@ -256,25 +190,6 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     return functools.partial(read_batch, units=sorted(units)) if units else read
 
 
-def with_dataset_ids(
-    terms: Mapping[str, Term], microbatches: list[MicrobatchOfTerms]
-) -> list[MicrobatchOfTerms]:
-    """The microbatches of an evaluation, with ids of data sets if ``terms`` group by them.
-
-    Theirs, or `NO_DATASET` for all samples if none has any: validation sets are often read one by
-    one, and then lack ids.
-    """
-    if "dataset" not in units_by_id(terms):
-        return microbatches
-    if any(x.dataset_ids is not None for m in microbatches for x in term_microbatches(m)):
-        return microbatches
-
-    def changed(x: Microbatch) -> Microbatch:
-        return replace(x, dataset_ids=torch.full((x.num_samples,), NO_DATASET))
-
-    return [changed_terms(changed, m) for m in microbatches]
-
-
 def changed_terms(
     change: Callable[[Microbatch], Microbatch], microbatch: MicrobatchOfTerms
 ) -> MicrobatchOfTerms:
@@ -289,55 +204,6 @@ def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
         return []
     tensors = [batch.get(name) for name in MODEL_INPUTS]
     return [x for x in tensors if holds_integers(x) and x.numel() == mask.numel()]
-
-
-def pack_offsets(
-    batch: Mapping[str, Any], mask: Tensor, sample_counts: Collection[int]
-) -> dict[str, Tensor]:
-    """``cu_seqlens`` and ``cu_seqlens_padded`` of `Microbatch`; empty for rows.
-
-    Args:
-        sample_counts: the numbers of samples that the batch has ids for.
-    """
-    offsets = {key: batch[key] for key in _OFFSET_KEYS if batch.get(key) is not None}
-    if not offsets:
-        return {}
-    if set(offsets) not in _OFFSET_FORMS:
-        forms = " or ".join(" with ".join(sorted(form)) for form in _OFFSET_FORMS)
-        raise DataError(
-            f"the offsets of a batch must be exactly one of {forms}, got {' and '.join(offsets)}, of "
-            "which real and padded ones cannot be told apart. Rename or drop a key."
-        )
-    rows = [_offset_rows(key, x, mask) for key, x in offsets.items()]
-    real, padded = rows[0], rows[-1]
-    is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
-    if is_dummy:
-        return {"cu_seqlens": real[0, :1]}  # its padding is no sample
-    num_fillers = _numbers_of_fillers(batch, padded, sample_counts)
-    joined = [_joined_packs(k, x, num_fillers, mask) for k, x in zip(offsets, rows, strict=True)]
-    return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
-
-
-def _numbers_of_fillers(
-    batch: Mapping[str, Any], padded: Tensor, sample_counts: Collection[int]
-) -> list[int]:
-    """By pack, how many offsets at its end are of no sample.
-
-    A repeated last real offset is an empty sample or filler. Only filler repeats the last padded
-    offset, too.
-    """
-    if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:
-        return [0]
-    fillers = []
-    for offsets in padded:
-        _, run_lengths = offsets.unique_consecutive(return_counts=True)
-        fillers.append(int(run_lengths[-1:].sum()) - 1)
-    counts, bridge_offsets = batch.get("token_count"), batch.get("cu_seqlens_q")
-    if counts is not None and bridge_offsets is not None and bridge_offsets.dim() == 2:
-        # A sample of Megatron-Bridge's packs that begins where the tokens end is padding.
-        beyond = [int((row > n).sum()) for row, n in zip(padded, counts, strict=True)]
-        fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
-    return fillers
 
 
 def _vector(x: Any) -> Any:
@@ -358,30 +224,3 @@ def _dataset_ids(dataset_id: Tensor, mask: Tensor, offsets: Mapping[str, Tensor]
     starts = offsets.get("cu_seqlens_padded", offsets["cu_seqlens"])[:-1].to(dataset_of_row)
     # A sample without tokens may start where the last pack ends.
     return dataset_of_row[(starts // length).clamp(max=rows - 1)]
-
-
-def _offset_rows(key: str, offsets: Any, mask: Tensor) -> Tensor:
-    """[packs, samples + 1]; a vector is one pack, or several that are joined already."""
-    packs = mask.shape[0] if mask.dim() == 2 else 1
-    if isinstance(offsets, Tensor) and offsets.dim() == 1:
-        return offsets.unsqueeze(0)
-    if isinstance(offsets, Tensor) and offsets.dim() == 2 and offsets.shape[0] == packs:
-        return offsets
-    raise DataError(
-        f"the batch key {key!r} must be [samples + 1], or one such row for each row of the mask of "
-        f"shape {tuple(mask.shape)}, got {described(offsets)}. Correct it."
-    )
-
-
-def _joined_packs(key: str, rows: Tensor, fillers: Sequence[int], mask: Tensor) -> Tensor:
-    """Offsets [samples + 1] of one pack, from rows without the ``fillers`` at their ends."""
-    packs = [row[: row.numel() - n] for row, n in zip(rows, fillers, strict=True)]
-    if len(packs) == 1:
-        return packs[0]
-    length = mask.shape[1]
-    if any(int(pack[-1]) != length for pack in packs):
-        raise DataError(
-            f"the batch key {key!r} must end at the length {length} of every pack where several packs "
-            "are joined to one, got other ends. Let the last sample reach to the pack's end."
-        )
-    return torch.cat([packs[0][:1], *(pack[1:] + i * length for i, pack in enumerate(packs))])

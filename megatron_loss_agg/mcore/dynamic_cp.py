@@ -6,17 +6,19 @@ its samples to ranks. Under the dynamic one the data iterator gives each rank it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg.errors import DataError, HostError
+from megatron_loss_agg.errors import AggregationError, DataError, HostError
 from megatron_loss_agg.mcore.batches import changed_terms, is_by_sample, keys_of
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms
+
+_T = TypeVar("_T")
 
 
 def batches_of(call: Call, item: Any) -> Sequence[Any]:
@@ -111,3 +113,25 @@ def _sample_value(key: str, value: Any) -> Any:
             f"of a sample, got {values.tolist()[:4]}. Give each of its tokens the sample's value."
         )
     return values
+
+
+def read_now(read: Callable[[], _T]) -> Callable[[], _T]:
+    """Call ``read`` at once; return a function with its result.
+
+    For loaders that communicate in ``next``, as under dynamic context parallelism. If one of them
+    raises, the other ranks wait inside theirs: the exception must end this process before it enters
+    a collective of ours. Errors of our own are raised by the returned function, for all ranks to
+    learn of them.
+    """
+    refusal: AggregationError
+    try:
+        result = read()
+    except AggregationError as error:
+        refusal = error
+    else:
+        return lambda: result
+
+    def refuse() -> _T:
+        raise refusal
+
+    return refuse

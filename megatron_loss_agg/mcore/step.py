@@ -18,12 +18,7 @@ from torch import Tensor
 from megatron_loss_agg.collectives import any_rank, failing_in_broadcast, failing_together
 from megatron_loss_agg.errors import DataError, HostError, PeerError
 from megatron_loss_agg.exchange import failing_in_exchange
-from megatron_loss_agg.mcore.batches import (
-    DrawnBatches,
-    DrawnTensors,
-    read_now,
-    with_dataset_ids,
-)
+from megatron_loss_agg.mcore.batches import DrawnBatches
 from megatron_loss_agg.mcore.call import Call, innermost
 from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
 from megatron_loss_agg.mcore.checks.loss_function import (
@@ -32,15 +27,17 @@ from megatron_loss_agg.mcore.checks.loss_function import (
     function_of,
     note_stock_loss,
 )
+from megatron_loss_agg.mcore.checks.memory import DrawnTensors
 from megatron_loss_agg.mcore.checks.sums import TermSums, check_sums, note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes, check_split, dependent_microbatches
-from megatron_loss_agg.mcore.dynamic_cp import batches_of, with_cp_size
+from megatron_loss_agg.mcore.dynamic_cp import batches_of, read_now, with_cp_size
 from megatron_loss_agg.mcore.forward_step import (
     ScriptLosses,
     check_has_gradient,
     merged_reports,
     script_losses,
 )
+from megatron_loss_agg.mcore.parts.datasets import with_dataset_ids
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
 from megatron_loss_agg.mcore.split import starts_on_rank, weights_on_rank

@@ -14,7 +14,7 @@ from megatron_loss_agg import AggregationError, LossAggregation, Microbatch, Ste
 from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.counting import Samples, coefficients
 from megatron_loss_agg.exchange import Columns, RankTable, joined
-from megatron_loss_agg.plan import StepPlan, broadcast_plans
+from megatron_loss_agg.plan import broadcast_plans
 from tests.core.meaning import aggregation
 from tests.core.operations import Operations
 from tests.distributed import run_ranks

@@ -16,19 +16,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import Term, units_by_id
 from megatron_loss_agg.collectives import broadcast_result, failing_together
 from megatron_loss_agg.counting import coefficients
 from megatron_loss_agg.errors import DataError
+from megatron_loss_agg.mcore.batches import changed_terms
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, denominator_of, report_pair
 from megatron_loss_agg.mcore.split import sums_of_samples
+from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, term_microbatches
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.tensors import at_least_fp32, moved
+
+NO_DATASET = -1
+"""The id of samples of an evaluation that reads one data set, without ids."""
 
 _ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Fix its error first."
 Divisors = Mapping[str, Mapping[int, float]]
@@ -173,3 +180,22 @@ def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:
     has_tokens = mask_sums > 0
     ids = groups.ids_G[has_tokens].tolist()
     return dict(zip(ids, sums[has_tokens].tolist(), strict=True))
+
+
+def with_dataset_ids(
+    terms: Mapping[str, Term], microbatches: list[MicrobatchOfTerms]
+) -> list[MicrobatchOfTerms]:
+    """The microbatches of an evaluation, with ids of data sets if ``terms`` group by them.
+
+    Theirs, or `NO_DATASET` for all samples if none has any: validation sets are often read one by
+    one, and then lack ids.
+    """
+    if "dataset" not in units_by_id(terms):
+        return microbatches
+    if any(x.dataset_ids is not None for m in microbatches for x in term_microbatches(m)):
+        return microbatches
+
+    def changed(x: Microbatch) -> Microbatch:
+        return replace(x, dataset_ids=torch.full((x.num_samples,), NO_DATASET))
+
+    return [changed_terms(changed, m) for m in microbatches]
