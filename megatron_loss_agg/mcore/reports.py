@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses, merged_reports
+from megatron_loss_agg.mcore.split import RankSamples
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -41,7 +42,7 @@ class MicrobatchLoss:
     i: int  # the microbatch's index in its step
     terms: Mapping[str, TermLosses]
     weights: Mapping[str, Tensor]  # in the shape of the losses
-    starts: Mapping[str, Tensor | None]  # where each sample begins among them; None: rows
+    samples: Mapping[str, RankSamples]  # those of its tokens
     total: Tensor  # the loss; an extension may change it
     reports: dict[str, Any]
     stock_loss: Any = None

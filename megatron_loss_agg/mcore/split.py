@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megatron_loss_agg.mcore.call import Call, CPRank, ProcessGroups
 from megatron_loss_agg.microbatch import MicrobatchShape
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
-from megatron_loss_agg.weighted_sum import weights_of_tokens
+from megatron_loss_agg.weighted_sum import padded_lengths, weights_by_length
 
 if TYPE_CHECKING:
     from megatron_loss_agg.mcore.forward_step import TermLosses
@@ -74,32 +74,85 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     return tokens_before
 
 
-def starts_on_rank(
-    call: Call, plan: StepPlan, i: int, term: TermLosses, cp: CPRank
-) -> Tensor | None:
-    """The start of each sample of microbatch ``i`` among the tokens with losses; None: rows."""
-    shape = plan.shapes[i]
-    check_local_mask(term.mask, shape, cp.size, term.is_whole)
-    if term.is_whole:
-        return shape.starts
-    return local_starts(shape, call.split, cp.size, cp.rank)
+class RankSamples(NamedTuple):
+    """The samples of one microbatch among this rank's tokens with losses, for one term."""
+
+    cp: CPRank
+    starts: Tensor | None  # where each begins, on the CPU; None: rows
+    lengths: Tensor | None  # those of a pack on the device, see `padded_lengths`
+    coefficient_S: Tensor  # on the device; for a pack also that of the padding
 
 
-def weights_on_rank(
-    plan: StepPlan, i: int, term: TermLosses, cp: CPRank, starts: Tensor | None
-) -> Tensor:
-    """The weights ``m_t * c_s`` of this rank's tokens, in the shape of the losses, at least fp32.
+class TermSamples:
+    """The samples of a step on this rank, for one term.
 
-    Where every context-parallel rank has all losses, each counts its share of them.
+    The first loss moves those of all microbatches to its device, so that later ones move nothing.
+    Megatron computes the losses of a step on one stream.
     """
-    coefficient_S = plan.coefficients(i)
-    if term.is_whole:
-        coefficient_S = coefficient_S / cp.size
-    mask = term.mask.reshape(-1)
-    if starts is None:
-        num_samples = plan.sizes[i]
-        mask = mask.reshape(num_samples, mask.numel() // max(num_samples, 1))
-    weights = weights_of_tokens(coefficient_S, mask, starts, at_least_fp32(term.losses.dtype))
+
+    def __init__(self, call: Call, plan: StepPlan) -> None:
+        self._call, self._plan = call, plan
+        self._samples: dict[Any, list[RankSamples]] = {}
+
+    def of(self, i: int, term: TermLosses) -> RankSamples:
+        """The samples of microbatch ``i``, with coefficients in the dtype of its weights.
+
+        Raises:
+            DataError: the mask does not have this rank's tokens.
+        """
+        key = term.is_whole, term.mask.device, at_least_fp32(term.losses.dtype)
+        if key not in self._samples:
+            self._samples[key] = self._moved(*key)
+        samples = self._samples[key][i]
+        check_local_mask(term.mask, self._plan.shapes[i], samples.cp.size, term.is_whole)
+        return samples
+
+    def _moved(self, is_whole: bool, device: torch.device, dtype: torch.dtype) -> list[RankSamples]:
+        cp_ranks = [self._call.groups.cp_rank_in(shape) for shape in self._plan.shapes]
+        starts: list[Tensor | None] = []
+        coefficients, lengths = [], []
+        for i, (shape, cp) in enumerate(zip(self._plan.shapes, cp_ranks, strict=True)):
+            coefficient_S, num_tokens = self._plan.coefficients(i), math.prod(shape.mask)
+            if is_whole:
+                coefficient_S /= cp.size  # every context-parallel rank counts its share
+                starts_S = shape.starts
+            else:
+                num_tokens //= cp.size
+                starts_S = local_starts(shape, self._call.split, cp.size, cp.rank)
+            starts.append(starts_S)
+            if starts_S is not None:
+                coefficient_S = pad(coefficient_S, (0, 1))
+                lengths.append(padded_lengths(starts_S, num_tokens))
+            coefficients.append(coefficient_S)
+        coefficient_parts = iter(_moved_together(coefficients, device, dtype))
+        length_parts = iter(_moved_together(lengths, device, torch.int32))
+        return [
+            RankSamples(
+                cp,
+                starts_S,
+                None if starts_S is None else next(length_parts),
+                next(coefficient_parts),
+            )
+            for cp, starts_S in zip(cp_ranks, starts, strict=True)
+        ]
+
+
+def _moved_together(
+    parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """The vectors ``parts`` on ``device``, by one copy."""
+    if not parts:
+        return []
+    return moved(torch.cat([*parts]).to(dtype), device).split([len(x) for x in parts])
+
+
+def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
+    """The weights ``m_t * c_s`` of this rank's tokens, in the shape of the losses, at least fp32."""
+    mask = term.mask.to(samples.coefficient_S.dtype)
+    if samples.starts is None:
+        rows = len(samples.coefficient_S)
+        mask = mask.reshape(rows, mask.numel() // max(rows, 1))
+    weights = weights_by_length(samples.coefficient_S, mask, samples.lengths)
     return weights.view(term.losses.shape)
 
 

@@ -42,7 +42,7 @@ from megatron_loss_agg.mcore.forward_step import (
 )
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
-from megatron_loss_agg.mcore.split import starts_on_rank, weights_on_rank
+from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
@@ -75,6 +75,7 @@ class Step:
         self.microbatches = microbatches
         self.num_taken = 0  # microbatches of the calls so far
         self.plans: Plans | None = None  # None on stages without a loss
+        self.samples: Mapping[str, TermSamples] = {}  # by term
         self.is_first = False  # training step, or evaluation, of this model: all is checked
         self.iterator: Any = None  # that the schedule gets
         self.forward_steps = 0  # run so far
@@ -91,7 +92,8 @@ class Step:
         if call.begins_step:
             self._check_before(call)
             # 2. Read the step's batches. 3. Count them: every sample gets its coefficient.
-            self.plans = self._plan(call)
+            self.plans = plans = self._plan(call)
+            self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
         with self._running(call):
             # 4. to 6. happen in the loss function of each microbatch, see `loss`.
             result = schedule(**call.arguments_with(self._forward_step(call), self.iterator))
@@ -107,12 +109,11 @@ class Step:
         # 4. Losses: what the script computes by term, and the mask of its tokens.
         script = script_losses(call, plans, i, loss_function, output)
         first = plan_of_first_term(plans)
-        cp = call.groups.cp_rank_in(first.shapes[i])
-        weights, starts, sums = {}, {}, {}
+        samples, weights, sums = {}, {}, {}
         for name, term in script.terms.items():
             # 5. Weights: the mask times the coefficient of each sample, for this rank's tokens.
-            starts[name] = starts_on_rank(call, plans[name], i, term, cp)
-            weights[name] = weights_on_rank(plans[name], i, term, cp, starts[name])
+            samples[name] = self.samples[name].of(i, term)
+            weights[name] = weights_on_rank(samples[name], term)
             # 6. Sum.
             sums[name] = weighted_sum_unchecked(weights[name], term.losses)
         microbatch = MicrobatchLoss(
@@ -121,7 +122,7 @@ class Step:
             i,
             script.terms,
             weights,
-            starts,
+            samples,
             total=_total(call, script, sums),
             reports=self._reports(call, plans, script, weights, sums),
             stock_loss=script.stock_loss,
@@ -302,12 +303,11 @@ class Step:
     ) -> None:
         """Note what is compared after the step."""
         call, plans, i = microbatch.call, microbatch.plans, microbatch.i
-        cp = call.groups.cp_rank_in(plan_of_first_term(plans).shapes[i])
         if script.is_gathered:
             self.gathered.add(i)
         self.sums[i] = [
             note_sums(
-                *(cp, plans[name], i, term, microbatch.weights[name], microbatch.starts[name]),
+                *(microbatch.samples[name], plans[name], i, term, microbatch.weights[name]),
                 self.is_first,
             )
             for name, term in script.terms.items()
@@ -319,7 +319,8 @@ class Step:
             return
         function = (call.trains, function_of(loss_function))  # it may do more in one of them
         if function not in self.hook.verified.loss_functions:
-            (term,) = script.terms.values()
+            ((name, term),) = script.terms.items()
+            cp = microbatch.samples[name].cp
             note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
             if note is not None:
                 self.stock_losses[i] = note
