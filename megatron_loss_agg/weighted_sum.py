@@ -91,7 +91,7 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     # is NaN. On a CPU it is cheaper to look first whether it does; on a device that would wait.
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_(torch.dot(torch.where(w != 0, losses, 0), w))
+            torch.dot(torch.where(w != 0, losses, w), w, out=total.detach())
     return total.to(dtype)
 
 
