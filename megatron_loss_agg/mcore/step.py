@@ -131,7 +131,9 @@ class Step:
             extension.on_loss(microbatch)
         if self.hook.reports_total and len(sums) == len(plans):
             microbatch.report("loss", microbatch.pair(microbatch.total))
-        self._note(microbatch, script, loss_function, output)
+        self._note(microbatch, script, output)
+        if script.stock_loss is not None:
+            self._take_stock_loss(microbatch, script, loss_function)
         num_tokens = _tokens_on_rank(call, first, i)
         return call.scale.returned(
             microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
@@ -291,16 +293,11 @@ class Step:
         """The script's reports, and the aggregated loss of each term."""
         pairs = {f"{name} loss": aggregated_pair(call, plans[name], x) for name, x in sums.items()}
         reports = merged_reports(script.report, pairs)
-        if script.stock_loss is not None and "lm loss" in reports:
-            (term,) = script.terms.values()
-            reports["lm loss"] = token_mean_pair(call, plan_of_first_term(plans), term)
         for report, names in script.further_reports:
             reports = merged_reports(reports, _reported(report, names, script, weights))
         return reports
 
-    def _note(
-        self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any, output: Any
-    ) -> None:
+    def _note(self, microbatch: MicrobatchLoss, script: ScriptLosses, output: Any) -> None:
         """Note what is compared after the step."""
         call, plans, i = microbatch.call, microbatch.plans, microbatch.i
         if script.is_gathered:
@@ -314,16 +311,28 @@ class Step:
         ]
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
+
+    def _take_stock_loss(
+        self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any
+    ) -> None:
+        """Report ``lm loss``, and note the loss of a function that is not verified yet."""
+        function = (
+            microbatch.call.trains,
+            function_of(loss_function),
+        )  # may do more in one of them
+        is_verified = function in self.hook.verified.loss_functions
         stock_loss = microbatch.stock_loss
-        if stock_loss is None:
+        if "lm loss" in microbatch.reports:
+            has_sum = is_verified and script.returns_sum
+            pair = token_mean_pair(microbatch, stock_loss if has_sum else None)
+            microbatch.reports["lm loss"] = pair
+        if stock_loss is None or is_verified:
             return
-        function = (call.trains, function_of(loss_function))  # it may do more in one of them
-        if function not in self.hook.verified.loss_functions:
-            ((name, term),) = script.terms.items()
-            cp = microbatch.samples[name].cp
-            note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
-            if note is not None:
-                self.stock_losses[i] = note
+        ((name, term),) = script.terms.items()
+        cp = microbatch.samples[name].cp
+        note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
+        if note is not None:
+            self.stock_losses[microbatch.i] = note
 
     def _check_after(self, call: Call) -> None:
         """Raise unless the step's losses were those that were counted; in the first step everywhere.
