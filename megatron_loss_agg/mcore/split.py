@@ -79,8 +79,8 @@ class RankSamples(NamedTuple):
 
     cp: CPRank
     starts: Tensor | None  # where each begins, on the CPU; None: rows
-    lengths: Tensor | None  # those of a pack on the device, see `padded_lengths`
-    coefficient_S: Tensor  # on the device; for a pack also that of the padding
+    lengths: Tensor  # those of a pack, see `padded_lengths`; of rows empty
+    coefficient_S: Tensor  # for a pack also that of the padding
 
 
 class TermSamples:
@@ -95,7 +95,7 @@ class TermSamples:
         self._samples: dict[Any, list[RankSamples]] = {}
 
     def of(self, i: int, term: TermLosses) -> RankSamples:
-        """The samples of microbatch ``i``, with coefficients in the dtype of its weights.
+        """The samples of microbatch ``i`` on the device, in the dtype of the losses' weights.
 
         Raises:
             DataError: the mask does not have this rank's tokens.
@@ -108,51 +108,44 @@ class TermSamples:
         return samples
 
     def _moved(self, is_whole: bool, device: torch.device, dtype: torch.dtype) -> list[RankSamples]:
-        cp_ranks = [self._call.groups.cp_rank_in(shape) for shape in self._plan.shapes]
-        starts: list[Tensor | None] = []
-        coefficients, lengths = [], []
-        for i, (shape, cp) in enumerate(zip(self._plan.shapes, cp_ranks, strict=True)):
-            coefficient_S, num_tokens = self._plan.coefficients(i), math.prod(shape.mask)
-            if is_whole:
-                coefficient_S /= cp.size  # every context-parallel rank counts its share
-                starts_S = shape.starts
-            else:
-                num_tokens //= cp.size
-                starts_S = local_starts(shape, self._call.split, cp.size, cp.rank)
-            starts.append(starts_S)
-            if starts_S is not None:
-                coefficient_S = pad(coefficient_S, (0, 1))
-                lengths.append(padded_lengths(starts_S, num_tokens))
-            coefficients.append(coefficient_S)
-        coefficient_parts = iter(_moved_together(coefficients, device, dtype))
-        length_parts = iter(_moved_together(lengths, device, torch.int32))
+        coefficients = self._plan.coefficient_S.to(dtype).split([*self._plan.sizes])
+        samples = [self._on_cpu(i, c_S, is_whole) for i, c_S in enumerate(coefficients)]
+        lengths = _moved_together([x.lengths for x in samples], device)
+        coefficients = _moved_together([x.coefficient_S for x in samples], device)
         return [
-            RankSamples(
-                cp,
-                starts_S,
-                None if starts_S is None else next(length_parts),
-                next(coefficient_parts),
-            )
-            for cp, starts_S in zip(cp_ranks, starts, strict=True)
+            x._replace(lengths=n_S, coefficient_S=c_S)
+            for x, n_S, c_S in zip(samples, lengths, coefficients, strict=True)
         ]
 
+    def _on_cpu(self, i: int, coefficient_S: Tensor, is_whole: bool) -> RankSamples:
+        shape = self._plan.shapes[i]
+        cp, num_tokens = self._call.groups.cp_rank_in(shape), math.prod(shape.mask)
+        if is_whole:
+            coefficient_S, starts = coefficient_S / cp.size, shape.starts  # each counts its share
+        else:
+            starts = local_starts(shape, self._call.split, cp.size, cp.rank)
+            num_tokens //= cp.size
+        if starts is None:
+            return RankSamples(cp, None, torch.empty(0, dtype=torch.int32), coefficient_S)
+        return RankSamples(
+            cp, starts, padded_lengths(starts, num_tokens), pad(coefficient_S, (0, 1))
+        )
 
-def _moved_together(
-    parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype
-) -> Sequence[Tensor]:
+
+def _moved_together(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """The vectors ``parts`` on ``device``, by one copy."""
-    if not parts:
-        return []
-    return moved(torch.cat([*parts]).to(dtype), device).split([len(x) for x in parts])
+    return moved(torch.cat([*parts]), device).split([len(x) for x in parts])
 
 
 def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
     """The weights ``m_t * c_s`` of this rank's tokens, in the shape of the losses, at least fp32."""
-    mask = term.mask.to(samples.coefficient_S.dtype)
+    coefficient_S, mask = samples.coefficient_S, term.mask.to(samples.coefficient_S.dtype)
     if samples.starts is None:
-        rows = len(samples.coefficient_S)
+        rows = len(coefficient_S)
         mask = mask.reshape(rows, mask.numel() // max(rows, 1))
-    weights = weights_by_length(samples.coefficient_S, mask, samples.lengths)
+        weights = weights_by_length(coefficient_S, mask, None)
+    else:
+        weights = weights_by_length(coefficient_S, mask, samples.lengths)
     return weights.view(term.losses.shape)
 
 
