@@ -1,6 +1,6 @@
 """The work of a microbatch's loss in the hook beside stock Megatron's, by counts.
 
-Unlike times they are the same on every machine. Counted are an ordinary later step's
+Unlike times they are the same on every machine. Of a step that is not the first one are counted
 
 - kernel launches: operations whose result lies on the device, without views, allocations and
   copies from the host. Megatron's own scaling of the loss and the backward pass count, too;
@@ -9,6 +9,8 @@ Unlike times they are the same on every machine. Counted are an ordinary later s
 - Python calls: of any Python functions, torch's too, inside the loss function that Megatron calls,
   without those of the CPU stand-in for a GPU (`mcore/cpu`). Stock's are those of the script's own
   loss function, which the hook calls, too.
+
+A microbatch is any but the step's first, which does more, once a step; that is a figure beside it.
 
 The device is the one of `tests.device`: tensors in the memory of the CPU that say that they lie on an
 accelerator, so that every branch is that of a GPU. It has no backward pass, whose operations are
@@ -47,15 +49,15 @@ def measure(results: Results) -> None:
     for layout in LAYOUTS:
         with spawn.Pool(1) as pool:
             stock, hook = pool.apply(counts_of_steps, (layout,))
-        added = {name: number - stock[name] for name, number in hook.items()}
         for name in ("launches", "uploads", "waits", "calls"):
             goal = f"launches_{layout}" if name == "launches" else name
-            what = f"{name.replace('calls', 'Python calls')} added to a microbatch"
-            results.add(what, layout, added[name] / NUMBER, "more than stock", goal)
-        results.add(
-            "waits added to a step", layout, added["step_waits"], "more than stock", "step_waits"
-        )
-        results.add("uploads added to a step", layout, added["step_uploads"], "more than stock")
+            what = name.replace("calls", "Python calls")
+            added = (hook[name] - stock[name]) / (NUMBER - 1)
+            results.add(f"{what} of a microbatch", layout, added, "more than stock", goal)
+            once = hook[f"first_{name}"] - stock[f"first_{name}"] - added
+            results.add(f"{what} once a step", layout, once, "more than stock")
+        waits = hook["step_waits"] - stock["step_waits"]
+        results.add("waits of a step", layout, waits, "more than stock", "step_waits")
 
 
 def counts_of_steps(layout: str) -> tuple[Counter[str], Counter[str]]:
@@ -64,61 +66,73 @@ def counts_of_steps(layout: str) -> tuple[Counter[str], Counter[str]]:
     with log, megatron.groups(), reruns_disabled():
         losses = CountedLosses(microbatch(*SHAPE, layout))
         works = losses.stock, losses.hooked()
-        counts = Counter(), Counter()
         for work in works:
             work()
             work()  # not the first step, which has more checks
-        for work, count in zip(works, counts, strict=True):
-            losses.counts = count
-            work()
-        losses.move_to_device()
-        with device.Watch():
-            for work, count in zip(works, counts, strict=True):
-                losses.counts = count
-                device.waits.clear()
-                device.uploads.clear()
+        counts = Counter(), Counter()
+        for counted in ("calls", "backward", "forward"):
+            losses.count_next(counted)
+            for work, losses.counts in zip(works, counts, strict=True):
                 work()
-                count["step_waits"] = len(device.waits)
-                count["step_uploads"] = len(device.uploads)
+                losses.counts["step_waits"] += losses.take_waits()
     return counts
 
 
 class CountedLosses(Losses):
-    """Steps of losses whose work is added to ``counts``."""
+    """Steps of losses, of which one kind of work is added to ``counts``.
+
+    Names of counts begin with ``first_`` for the step's first microbatch.
+    """
 
     def __init__(self, batch: megatron.Batch) -> None:
         super().__init__(lambda: 0.0, batch, NUMBER)
         self.counts: Counter[str] = Counter()
-        self._is_on_device = False
+        self._counted = ""
+        self._prefix = ""
 
-    def move_to_device(self) -> None:
-        device.take()
-        self.masks = [x.to(device.DEVICE) for x in self.masks]
-        self.leaves = [x.detach().to(device.DEVICE).requires_grad_() for x in self.leaves]
-        self._is_on_device = True
+    def count_next(self, counted: str) -> None:
+        """Count the ``calls`` or the ``backward`` pass; or the ``forward`` pass, on the device."""
+        self._counted = counted
+        if counted == "forward":
+            device.take()  # for good
+            device.Watch().__enter__()
+            self.masks = [x.to(device.DEVICE) for x in self.masks]
+            self.leaves = [x.detach().to(device.DEVICE).requires_grad_() for x in self.leaves]
+            self.take_waits()
+
+    def take_waits(self) -> int:
+        """The number of waits since the last call."""
+        number = len(device.waits)
+        device.waits.clear()
+        return number
 
     def loss(self, model: Any, output: Tensor, loss_func: Any, *call: Any) -> Tensor:
-        if not self._is_on_device:
-            return super().loss(model, output, CountedCalls(loss_func, self.counts), *call)
+        self._prefix = "first_" if output is self.leaves[0] else ""
+        if self._counted == "calls":
+            loss_func = CountedCalls(loss_func, self.counts, f"{self._prefix}calls")
+        if self._counted == "backward":
+            with Operations():  # for the graph that a device has
+                return super().loss(model, output, loss_func, *call)
         before = {name: len(getattr(device, name)) for name in ("launches", "uploads", "waits")}
         loss = super().loss(model, output, loss_func, *call)
         for name, number in before.items():
-            self.counts[name] += len(getattr(device, name)) - number
+            self.counts[self._prefix + name] += len(getattr(device, name)) - number
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        if self._is_on_device:
+        if self._counted == "forward":
             return
         with Operations() as operations:
-            loss.backward()
-        self.counts["launches"] += operations.but_views
+            super().backward(loss)
+        if self._counted == "backward":
+            self.counts[f"{self._prefix}launches"] += operations.but_views
 
 
 class CountedCalls:
-    """A loss function whose calls of Python functions are added to ``counts``."""
+    """A loss function whose calls of Python functions are added to ``counts[name]``."""
 
-    def __init__(self, function: Callable[..., Any], counts: Counter[str]) -> None:
-        self._function, self._counts = function, counts
+    def __init__(self, function: Callable[..., Any], counts: Counter[str], name: str) -> None:
+        self._function, self._counts, self._name = function, counts, name
 
     def __call__(self, output: Tensor) -> Any:
         sys.setprofile(self._count)
@@ -128,6 +142,6 @@ class CountedCalls:
             sys.setprofile(None)
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            is_stand_in = "mcore/cpu/" in frame.f_code.co_filename
-            self._counts["stand_in_calls" if is_stand_in else "calls"] += 1
+        is_stand_in = "mcore/cpu/" in frame.f_code.co_filename
+        if event == "call" and not is_stand_in:
+            self._counts[self._name] += 1

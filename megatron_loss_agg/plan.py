@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from megatron_loss_agg.microbatch import (
     listed,
     term_microbatch,
 )
-from megatron_loss_agg.tensors import at_least_fp32, check_tensors, moved
+from megatron_loss_agg.tensors import at_least_fp32, check_tensors
 from megatron_loss_agg.weighted_sum import weights_of_tokens
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -85,7 +85,6 @@ class StepPlan:
     """This rank's microbatches; empty on ranks that do not read data."""
     samples: Samples | None = None
     """The samples of all ranks; None on ranks that do not read data."""
-    _moved: dict[Any, Sequence[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def build(
@@ -196,7 +195,7 @@ class StepPlan:
         """
         state = {x.name: getattr(self, x.name) for x in fields(self)}
         del state["aggregation"]
-        return {**state, "microbatches": (), "samples": None, "_moved": {}}
+        return {**state, "microbatches": (), "samples": None}
 
     @property
     def is_empty(self) -> bool:
@@ -210,28 +209,12 @@ class StepPlan:
         """
         return self._microbatch_part(self.coefficient_S, i)
 
-    def coefficients_on(
-        self, device: torch.device, dtype: torch.dtype, parts: int = 1
-    ) -> Sequence[Tensor]:
-        """`coefficients` of each microbatch divided by ``parts``, in ``dtype`` on ``device``.
-
-        The first call moves them, for the whole step, on its own stream. Where losses run on several
-        streams (``overlap_moe_expert_parallel_comm``), make that call before the schedule, which
-        then orders its streams after it.
-        """
-        key = (device, dtype, parts)
-        if key not in self._moved:
-            coefficient_S = moved((self.coefficient_S / parts).to(dtype), device)
-            self._moved[key] = coefficient_S.split([*self.sizes])
-        return self._moved[key]
-
     @cached_property
     def sums(self) -> Sequence[MicrobatchSums]:
         """The planned sums of each microbatch."""
         c_S, mask_sum_S = self.coefficient_S, self.mask_sum_S
         columns = torch.stack([mask_sum_S, c_S * mask_sum_S, c_S.abs() * mask_sum_S], dim=1)
-        microbatch_S = torch.arange(len(self.sizes)).repeat_interleave(torch.tensor(self.sizes))
-        sums = columns.new_zeros(len(self.sizes), 3).index_add_(0, microbatch_S, columns)
+        sums = torch.segment_reduce(columns, "sum", lengths=torch.tensor(self.sizes))
         return [MicrobatchSums(*row) for row in sums.tolist()]
 
     def mask_sums(self, i: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, TypeGuard
 
 import torch
@@ -12,6 +13,7 @@ from megatron_loss_agg.errors import AggregationError
 LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
+@functools.cache
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The wider of ``dtype`` and fp32: half precision cannot hold sums or counts."""
     return torch.promote_types(dtype, torch.float32)

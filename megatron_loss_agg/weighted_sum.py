@@ -27,16 +27,34 @@ def weights_of_tokens(
         starts: integers [samples + 1], the valid offsets of the samples in a pack.
     """
     computed = at_least_fp32(dtype)
-    mask = mask.detach().to(computed)
     coefficient_S = moved(coefficient_S, mask.device, computed)
-    if starts is None:
-        return (mask * coefficient_S.view(-1, 1)).to(dtype)
-    # Tokens after the last sample get 0. Passing `output_size` avoids a wait for the device, and
-    # int32 halves the index of every token that `repeat_interleave` makes.
-    tokens = mask.numel()
-    lengths = moved(pad(starts, (0, 1), value=tokens).diff().to(torch.int32), mask.device)
-    coefficient_T = pad(coefficient_S, (0, 1)).repeat_interleave(lengths, output_size=tokens)
-    return (coefficient_T.view(mask.shape) * mask).to(dtype)
+    lengths = None
+    if starts is not None:
+        coefficient_S = pad(coefficient_S, (0, 1))
+        lengths = moved(padded_lengths(starts, mask.numel()), mask.device)
+    return weights_by_length(coefficient_S, mask.detach().to(computed), lengths).to(dtype)
+
+
+def padded_lengths(starts: Tensor, num_tokens: int) -> Tensor:
+    """[samples + 1]: the length of each sample of a pack, and of the padding after the last one.
+
+    int32 halves the index of every token that `weights_by_length` makes of them.
+    """
+    return pad(starts, (0, 1), value=num_tokens).diff().to(torch.int32)
+
+
+def weights_by_length(coefficient_S: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """``w_t = m_t * c_s``, of tensors of one dtype and device, without a wait for the device.
+
+    Args:
+        lengths: `padded_lengths` of a pack, whose ``coefficient_S`` end with the 0 of the padding;
+            None: rows.
+    """
+    if lengths is None:
+        return mask * coefficient_S.view(-1, 1)
+    # Passing `output_size` avoids a wait for the device.
+    coefficient_T = coefficient_S.repeat_interleave(lengths, output_size=mask.numel())
+    return coefficient_T.view(mask.shape) * mask
 
 
 def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
@@ -73,7 +91,7 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     # is NaN. On a CPU it is cheaper to look first whether it does; on a device that would wait.
     if not _is_known_finite(total):
         with torch.no_grad():
-            total.detach().copy_(torch.dot(torch.where(w != 0, losses, 0), w))
+            torch.dot(torch.where(w != 0, losses, w), w, out=total.detach())
     return total.to(dtype)
 
 

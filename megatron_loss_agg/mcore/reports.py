@@ -24,7 +24,9 @@ from torch import Tensor
 
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses, merged_reports
+from megatron_loss_agg.mcore.split import RankSamples
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
+from megatron_loss_agg.tensors import at_least_fp32
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 _LARGE = 2.0**30
@@ -41,7 +43,7 @@ class MicrobatchLoss:
     i: int  # the microbatch's index in its step
     terms: Mapping[str, TermLosses]
     weights: Mapping[str, Tensor]  # in the shape of the losses
-    starts: Mapping[str, Tensor | None]  # where each sample begins among them; None: rows
+    samples: Mapping[str, RankSamples]  # those of its tokens
     total: Tensor  # the loss; an extension may change it
     reports: dict[str, Any]
     stock_loss: Any = None
@@ -69,13 +71,16 @@ class MicrobatchLoss:
         return self.pair(self.total.new_full((), value / (num_microbatches * ranks)))
 
 
-def report_pair(call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0) -> Tensor:
-    """[2]: a part of a sum over the call, whose quotient becomes the sum."""
+def report_pair(
+    call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0, divisor: float = 1.0
+) -> Tensor:
+    """[2]: a part of a sum over the call, whose quotient becomes the sum over ``divisor``."""
     ranks = call.scale.data_parallel_size * call.groups.cp_size
     pairs = len(plan.sizes) * ranks
     weight = max(denominator, _LEAST) * _LARGE
-    value = part.detach() * weight
-    return torch.stack([value, torch.full_like(value, weight / pairs)])
+    pair = part.new_full((2,), weight / pairs)
+    torch.mul(part.detach(), weight / divisor, out=pair[0])
+    return pair
 
 
 def aggregated_pair(call: Call, plan: StepPlan, part: Tensor) -> Tensor:
@@ -93,8 +98,16 @@ def denominator_of(plan: StepPlan) -> float:
     return plan.counts.across * tokens
 
 
-def token_mean_pair(call: Call, plan: StepPlan, term: TermLosses) -> Tensor:
-    """The mean over all tokens of the call: Megatron's ``lm loss``."""
+def token_mean_pair(microbatch: MicrobatchLoss, masked_sum: Tensor | None) -> Tensor:
+    """The mean over all tokens of the call: Megatron's ``lm loss``.
+
+    Args:
+        masked_sum: the sum of this rank's losses under the mask, where the script has computed it.
+    """
+    plan = plan_of_first_term(microbatch.plans)
+    if masked_sum is None:
+        (term,) = microbatch.terms.values()
+        masked_sum = weighted_sum_unchecked(term.mask, term.losses.detach())
+    part = masked_sum.reshape(()).to(at_least_fp32(masked_sum.dtype))
     tokens = plan.counts.all_tokens
-    total = weighted_sum_unchecked(term.mask.reshape(-1), term.losses.detach().reshape(-1))
-    return report_pair(call, plan, total / (tokens or 1.0), tokens)
+    return report_pair(microbatch.call, plan, part, denominator=tokens, divisor=tokens or 1.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megatron_loss_agg.mcore.call import Call, CPRank, ProcessGroups
 from megatron_loss_agg.microbatch import MicrobatchShape
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
-from megatron_loss_agg.weighted_sum import weights_of_tokens
+from megatron_loss_agg.weighted_sum import padded_lengths, weights_by_length
 
 if TYPE_CHECKING:
     from megatron_loss_agg.mcore.forward_step import TermLosses
@@ -74,32 +74,78 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     return tokens_before
 
 
-def starts_on_rank(
-    call: Call, plan: StepPlan, i: int, term: TermLosses, cp: CPRank
-) -> Tensor | None:
-    """The start of each sample of microbatch ``i`` among the tokens with losses; None: rows."""
-    shape = plan.shapes[i]
-    check_local_mask(term.mask, shape, cp.size, term.is_whole)
-    if term.is_whole:
-        return shape.starts
-    return local_starts(shape, call.split, cp.size, cp.rank)
+class RankSamples(NamedTuple):
+    """The samples of one microbatch among this rank's tokens with losses, for one term."""
+
+    cp: CPRank
+    starts: Tensor | None  # where each begins, on the CPU; None: rows
+    lengths: Tensor  # those of a pack, see `padded_lengths`; of rows empty
+    coefficient_S: Tensor  # for a pack also that of the padding
 
 
-def weights_on_rank(
-    plan: StepPlan, i: int, term: TermLosses, cp: CPRank, starts: Tensor | None
-) -> Tensor:
-    """The weights ``m_t * c_s`` of this rank's tokens, in the shape of the losses, at least fp32.
+class TermSamples:
+    """The samples of a step on this rank, for one term.
 
-    Where every context-parallel rank has all losses, each counts its share of them.
+    The first loss moves those of all microbatches to its device, so that later ones move nothing.
+    Megatron computes the losses of a step on one stream.
     """
-    coefficient_S = plan.coefficients(i)
-    if term.is_whole:
-        coefficient_S = coefficient_S / cp.size
-    mask = term.mask.reshape(-1)
-    if starts is None:
-        num_samples = plan.sizes[i]
-        mask = mask.reshape(num_samples, mask.numel() // max(num_samples, 1))
-    weights = weights_of_tokens(coefficient_S, mask, starts, at_least_fp32(term.losses.dtype))
+
+    def __init__(self, call: Call, plan: StepPlan) -> None:
+        self._call, self._plan = call, plan
+        self._samples: dict[Any, list[RankSamples]] = {}
+
+    def of(self, i: int, term: TermLosses) -> RankSamples:
+        """The samples of microbatch ``i`` on the device, in the dtype of the losses' weights.
+
+        Raises:
+            DataError: the mask does not have this rank's tokens.
+        """
+        key = term.is_whole, term.mask.device, at_least_fp32(term.losses.dtype)
+        if key not in self._samples:
+            self._samples[key] = self._moved(*key)
+        samples = self._samples[key][i]
+        check_local_mask(term.mask, self._plan.shapes[i], samples.cp.size, term.is_whole)
+        return samples
+
+    def _moved(self, is_whole: bool, device: torch.device, dtype: torch.dtype) -> list[RankSamples]:
+        coefficients = self._plan.coefficient_S.to(dtype).split([*self._plan.sizes])
+        samples = [self._on_cpu(i, c_S, is_whole) for i, c_S in enumerate(coefficients)]
+        lengths = _moved_together([x.lengths for x in samples], device)
+        coefficients = _moved_together([x.coefficient_S for x in samples], device)
+        return [
+            x._replace(lengths=n_S, coefficient_S=c_S)
+            for x, n_S, c_S in zip(samples, lengths, coefficients, strict=True)
+        ]
+
+    def _on_cpu(self, i: int, coefficient_S: Tensor, is_whole: bool) -> RankSamples:
+        shape = self._plan.shapes[i]
+        cp, num_tokens = self._call.groups.cp_rank_in(shape), math.prod(shape.mask)
+        if is_whole:
+            coefficient_S, starts = coefficient_S / cp.size, shape.starts  # each counts its share
+        else:
+            starts = local_starts(shape, self._call.split, cp.size, cp.rank)
+            num_tokens //= cp.size
+        if starts is None:
+            return RankSamples(cp, None, torch.empty(0, dtype=torch.int32), coefficient_S)
+        return RankSamples(
+            cp, starts, padded_lengths(starts, num_tokens), pad(coefficient_S, (0, 1))
+        )
+
+
+def _moved_together(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """The vectors ``parts`` on ``device``, by one copy."""
+    return moved(torch.cat([*parts]), device).split([len(x) for x in parts])
+
+
+def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
+    """The weights ``m_t * c_s`` of this rank's tokens, in the shape of the losses, at least fp32."""
+    coefficient_S, mask = samples.coefficient_S, term.mask.to(samples.coefficient_S.dtype)
+    if samples.starts is None:
+        rows = len(coefficient_S)
+        mask = mask.reshape(rows, mask.numel() // max(rows, 1))
+        weights = weights_by_length(coefficient_S, mask, None)
+    else:
+        weights = weights_by_length(coefficient_S, mask, samples.lengths)
     return weights.view(term.losses.shape)
 
 

@@ -40,7 +40,7 @@ from megatron_loss_agg.mcore.forward_step import (
 from megatron_loss_agg.mcore.parts.datasets import with_dataset_ids
 from megatron_loss_agg.mcore.prefetch import prefetch_of
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
-from megatron_loss_agg.mcore.split import starts_on_rank, weights_on_rank
+from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
@@ -73,6 +73,7 @@ class Step:
         self.microbatches = microbatches
         self.num_taken = 0  # microbatches of the calls so far
         self.plans: Plans | None = None  # None on stages without a loss
+        self.samples: Mapping[str, TermSamples] = {}  # by term
         self.is_first = False  # training step, or evaluation, of this model: all is checked
         self.iterator: Any = None  # that the schedule gets
         self.forward_steps = 0  # run so far
@@ -89,7 +90,8 @@ class Step:
         if call.begins_step:
             self._check_before(call)
             # 2. Read the step's batches. 3. Count them: every sample gets its coefficient.
-            self.plans = self._plan(call)
+            self.plans = plans = self._plan(call)
+            self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
         with self._running(call):
             # 4. to 6. happen in the loss function of each microbatch, see `loss`.
             result = schedule(**call.arguments_with(self._forward_step(call), self.iterator))
@@ -105,12 +107,11 @@ class Step:
         # 4. Losses: what the script computes by term, and the mask of its tokens.
         script = script_losses(call, plans, i, loss_function, output)
         first = plan_of_first_term(plans)
-        cp = call.groups.cp_rank_in(first.shapes[i])
-        weights, starts, sums = {}, {}, {}
+        samples, weights, sums = {}, {}, {}
         for name, term in script.terms.items():
             # 5. Weights: the mask times the coefficient of each sample, for this rank's tokens.
-            starts[name] = starts_on_rank(call, plans[name], i, term, cp)
-            weights[name] = weights_on_rank(plans[name], i, term, cp, starts[name])
+            samples[name] = self.samples[name].of(i, term)
+            weights[name] = weights_on_rank(samples[name], term)
             # 6. Sum.
             sums[name] = weighted_sum_unchecked(weights[name], term.losses)
         microbatch = MicrobatchLoss(
@@ -119,7 +120,7 @@ class Step:
             i,
             script.terms,
             weights,
-            starts,
+            samples,
             total=_total(call, script, sums),
             reports=self._reports(call, plans, script, weights, sums),
             stock_loss=script.stock_loss,
@@ -128,7 +129,9 @@ class Step:
             extension.on_loss(microbatch)
         if self.hook.reports_total and len(sums) == len(plans):
             microbatch.report("loss", microbatch.pair(microbatch.total))
-        self._note(microbatch, script, loss_function, output)
+        self._note(microbatch, script, output)
+        if script.stock_loss is not None:
+            self._take_stock_loss(microbatch, script, loss_function)
         num_tokens = _tokens_on_rank(call, first, i)
         return call.scale.returned(
             microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
@@ -294,39 +297,46 @@ class Step:
         """The script's reports, and the aggregated loss of each term."""
         pairs = {f"{name} loss": aggregated_pair(call, plans[name], x) for name, x in sums.items()}
         reports = merged_reports(script.report, pairs)
-        if script.stock_loss is not None and "lm loss" in reports:
-            (term,) = script.terms.values()
-            reports["lm loss"] = token_mean_pair(call, plan_of_first_term(plans), term)
         for report, names in script.further_reports:
             reports = merged_reports(reports, _reported(report, names, script, weights))
         return reports
 
-    def _note(
-        self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any, output: Any
-    ) -> None:
+    def _note(self, microbatch: MicrobatchLoss, script: ScriptLosses, output: Any) -> None:
         """Note what is compared after the step."""
         call, plans, i = microbatch.call, microbatch.plans, microbatch.i
-        cp = call.groups.cp_rank_in(plan_of_first_term(plans).shapes[i])
         if script.is_gathered:
             self.gathered.add(i)
         self.sums[i] = [
             note_sums(
-                *(cp, plans[name], i, term, microbatch.weights[name], microbatch.starts[name]),
+                *(microbatch.samples[name], plans[name], i, term, microbatch.weights[name]),
                 self.is_first,
             )
             for name, term in script.terms.items()
         ]
         if call.trains and torch.is_grad_enabled():
             check_has_gradient(microbatch.total, output)
+
+    def _take_stock_loss(
+        self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any
+    ) -> None:
+        """Report ``lm loss``, and note the loss of a function that is not verified yet."""
+        function = (
+            microbatch.call.trains,
+            function_of(loss_function),
+        )  # may do more in one of them
+        is_verified = function in self.hook.verified.loss_functions
         stock_loss = microbatch.stock_loss
-        if stock_loss is None:
+        if "lm loss" in microbatch.reports:
+            has_sum = is_verified and script.returns_sum
+            pair = token_mean_pair(microbatch, stock_loss if has_sum else None)
+            microbatch.reports["lm loss"] = pair
+        if stock_loss is None or is_verified:
             return
-        function = (call.trains, function_of(loss_function))  # it may do more in one of them
-        if function not in self.hook.verified.loss_functions:
-            (term,) = script.terms.values()
-            note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
-            if note is not None:
-                self.stock_losses[i] = note
+        ((name, term),) = script.terms.items()
+        cp = microbatch.samples[name].cp
+        note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
+        if note is not None:
+            self.stock_losses[microbatch.i] = note
 
     def _check_after(self, call: Call) -> None:
         """Raise unless the step's losses were those that were counted; in the first step everywhere.

@@ -93,7 +93,7 @@ def test_any_number_of_samples_takes_the_same_operations_and_a_microbatch_no_wai
     assert name != "shard" or len(few.names) <= 2
 
 
-@pytest.mark.parametrize(("layout", "more"), [("bshd", 7 + 2), ("thd", 28 + 4)])
+@pytest.mark.parametrize(("layout", "more"), [("bshd", 7 + 2), ("thd", 26 + 4)])
 def test_planning_reads_and_copies_every_microbatch_in_the_same_operations(layout, more):
     """As many to read it, and to copy what was given."""
 

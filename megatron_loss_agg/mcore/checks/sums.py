@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_loss_agg.collectives import all_gather, for_backend
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ
-from megatron_loss_agg.mcore.call import Call, CPRank
+from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.forward_step import TermLosses
-from megatron_loss_agg.mcore.split import sums_of_samples
+from megatron_loss_agg.mcore.split import RankSamples, sums_of_samples
 from megatron_loss_agg.plan import StepPlan
 
 _TOLERANCE = 1e-5
@@ -39,23 +39,22 @@ class TermSums(NamedTuple):
 
 
 def note_sums(
-    cp: CPRank,
+    samples: RankSamples,
     plan: StepPlan,
     i: int,
     term: TermLosses,
     weights: Tensor,
-    starts: Tensor | None,
     is_first_step: bool,
 ) -> TermSums:
     """The sums of one microbatch, which `check_sums` compares after the step; waits for no device.
 
     In the first step by sample, too: that catches most wrong splits.
     """
-    parts = cp.size if term.is_whole else 1
+    parts = samples.cp.size if term.is_whole else 1
     sums = {}
     if is_first_step:
         mask = term.mask.double().reshape(-1)
-        sums[_BY_SAMPLE] = sums_of_samples(mask, plan.shapes[i], starts) / parts
+        sums[_BY_SAMPLE] = sums_of_samples(mask, plan.shapes[i], samples.starts) / parts
         if term.sequence_mask_sum is not None:
             sums["mask sum of a sequence"] = term.sequence_mask_sum
     mask_sum = term.mask.sum()
@@ -120,16 +119,17 @@ def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]
 
     Each with the sum of its terms' absolute values, by which an error is measured.
     """
+    sums = plan.sums[i]
     if name == "sum of weights":
-        c_S, mask_sum_S = plan.coefficients(i), plan.mask_sums(i)
-        return [(float(c_S.dot(mask_sum_S)), float(c_S.abs().dot(mask_sum_S)))]
-    if name in ("mask sum", _BY_SAMPLE):
-        mask_sums = plan.mask_sums(i)
-    else:
-        sequences = plan.sequences[i]
-        assert sequences is not None  # since the script's loss is computed from them
-        mask_sums = sequences.mask_sum
-    if name in ("mask sum", "mask sum of all sequences"):
+        return [(sums.weights, sums.absolute_weights)]
+    if name == "mask sum":
+        return [(sums.mask, sums.mask)]
+    if name == _BY_SAMPLE:
+        return [(x, x) for x in plan.mask_sums(i).tolist()]
+    sequences = plan.sequences[i]
+    assert sequences is not None  # since the script's loss is computed from them
+    mask_sums = sequences.mask_sum
+    if name == "mask sum of all sequences":
         mask_sums = mask_sums.sum().reshape(1)
     return [(x, x) for x in mask_sums.tolist()]
 

@@ -135,7 +135,7 @@ def _sums_on_rank(
     plan, i, losses = microbatch.plans[name], microbatch.i, microbatch.terms[name].losses
     w_T = weights.reshape(-1).double()
     products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
-    sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.starts[name])
+    sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.samples[name].starts)
     id_D, id_S = torch.tensor(ids), plan.ids("dataset", i)
     # Data sets that have no token in the step are not among the ids.
     index_S = torch.searchsorted(id_D, id_S).where(torch.isin(id_S, id_D), len(ids))

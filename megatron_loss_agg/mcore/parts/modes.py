@@ -32,7 +32,7 @@ from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair
-from megatron_loss_agg.mcore.split import weights_on_rank
+from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -62,6 +62,7 @@ class ModeReports(Extension):
         self._aggregations = aggregations
         # By `Call.trains`: an evaluation may come between the calls of a step.
         self._plans: dict[bool, list[StepPlan]] = {}
+        self._samples: dict[bool, list[TermSamples]] = {}
         self._has_trained = False
 
     @contextmanager
@@ -71,7 +72,9 @@ class ModeReports(Extension):
             with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=is_first):
                 if plans is not None:
                     first = plan_of_first_term(plans)
-                    self._plans[call.trains] = self._reported_plans(call, first)
+                    reported = self._reported_plans(call, first)
+                    self._plans[call.trains] = reported
+                    self._samples[call.trains] = [TermSamples(call, plan) for plan in reported]
             self._has_trained |= call.trains
         yield
 
@@ -88,11 +91,11 @@ class ModeReports(Extension):
         name, first = next(iter(microbatch.plans.items()))
         if name not in microbatch.terms:  # an evaluation may lack terms
             return
-        term, starts = microbatch.terms[name], microbatch.starts[name]
-        cp = call.groups.cp_rank_in(first.shapes[i])
+        term = microbatch.terms[name]
         prefix = "" if name == first.aggregation.label else f"{name} "
-        for plan in self._plans[call.trains]:
-            weights = weights_on_rank(plan, i, term, cp, starts)
+        pairs = zip(self._plans[call.trains], self._samples[call.trains], strict=True)
+        for plan, samples in pairs:
+            weights = weights_on_rank(samples.of(i, term), term)
             part = weighted_sum_unchecked(weights, term.losses)
             pair = aggregated_pair(call, plan, part)
             microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
