@@ -3,7 +3,6 @@
 from megatron_loss_agg.mcore.batches import read_batch
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.forward_step import SampleLoss, TokenLoss
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.parts.datasets import DatasetReports
 from megatron_loss_agg.mcore.parts.modes import WeightReports
@@ -11,6 +10,7 @@ from megatron_loss_agg.mcore.parts.mtp import MTPAggregation, MTPLosses
 from megatron_loss_agg.mcore.parts.packing import with_ids
 from megatron_loss_agg.mcore.prefetch import Prefetch
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
+from megatron_loss_agg.mcore.token_loss import SampleLoss, TokenLoss
 
 __all__ = [
     "Call",

@@ -22,21 +22,17 @@ _T = TypeVar("_T")
 
 
 def batches_of(call: Call, item: Any) -> Sequence[Any]:
-    """The batches of this rank in an item of the data iterator, one for each loss."""
-    if not call.draws_samples:
-        return [item]
+    """The batches of this rank in the item that hybrid context parallelism draws for a step."""
     assert call.groups.dp_cp is not None
     return dealt_batches(item, dist.get_rank(call.groups.dp_cp))
 
 
-def with_cp_size(call: Call, microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:
-    """``microbatch``; under dynamic context parallelism with the number of ranks that share it.
+def with_cp_size(microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:
+    """``microbatch`` with the number of ranks that share it.
 
     Raises:
         DataError: neither the batch nor the microbatch has that number.
     """
-    if call.groups.dp_cp is None:
-        return microbatch
     keys = batch if isinstance(batch, Mapping) else {}
 
     def changed(term: Microbatch) -> Microbatch:

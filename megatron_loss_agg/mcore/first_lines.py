@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron_loss_agg.aggregation import Term
 from megatron_loss_agg.describe import (
     counts_in_words,
     formula,
@@ -15,8 +15,12 @@ from megatron_loss_agg.describe import (
     title_and_weights,
 )
 from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.mcore.hook import LossHook
 
 
 def is_printing_rank(call: Call) -> bool:
@@ -26,9 +30,28 @@ def is_printing_rank(call: Call) -> bool:
     return groups.is_last_stage and is_first
 
 
+def print_first_lines(
+    hook: LossHook, call: Call, plans: Mapping[str, StepPlan], without_tokens: bool
+) -> None:
+    """Print once for a step with tokens; before that, for a step without and an evaluation."""
+    kind, printed = "step" if call.trains else "evaluation", hook.verified.printed
+    if without_tokens:
+        kind = f"empty {kind}"
+    if {"step", kind} & printed:
+        return
+    printed.add(kind)
+    if is_printing_rank(call):
+        split = hook.split if hook.verified.splits else f"{hook.split} (not verified)"
+        rows = [(name, str(value)) for name, value in hook.settings.items()]
+        for extension in hook.extensions:
+            rows += extension.first_lines(plans).items()
+        factor = hook.verified.factor
+        print(first_lines(call, plans, without_tokens, split, factor, rows), flush=True)
+        warn_of_restarting_ids(plans)
+
+
 def first_lines(
     call: Call,
-    terms: Mapping[str, Term],
     plans: Mapping[str, StepPlan],
     without_tokens: bool,
     split: str,
@@ -46,7 +69,7 @@ def first_lines(
         name: formula(plan.aggregation, None if without_tokens else plan.counts)
         for name, plan in plans.items()
     }
-    title, rows = title_and_weights(terms, formulas)
+    title, rows = title_and_weights(call.terms, formulas)
     plan = plan_of_first_term(plans)  # counts of microbatches and samples are the same for all
     kinds = {"rows" if x.starts is None else "packed sequences" for x in plan.shapes}
     rows += [

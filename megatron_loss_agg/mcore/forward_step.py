@@ -5,157 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.mcore.split import (
-    check_has_one_group,
-    gathered,
-    same_order,
-    sums_by_sequence,
-)
-from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
+from megatron_loss_agg.mcore.split import same_order
+from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
-from megatron_loss_agg.weighted_sum import weighted_sum
 
-Losses = Tensor | Mapping[str, Tensor]
-"""Of one term, or by the names of several."""
 Report = Callable[[Any, Any], Mapping[str, Any]]
-
-hooks: WeakSet[Any] = WeakSet()
-"""Every `LossHook` of this process."""
-
-
-class TokenLoss:
-    """A loss function for losses of tokens that leaves their reduction to the hook.
-
-    Return it from a forward step with the model's output:
-
-        return output, TokenLoss(lambda output: token_losses(output), loss_mask)
-
-    For a loss of several terms, the token losses are a mapping by term, and so is the mask if the
-    terms' masks differ. Terms of different kinds: return a mapping of `TokenLoss` and `SampleLoss`
-    by term. The hook calls ``compute`` once, in the schedule's gradient mode.
-
-    Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
-    the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs. If the process
-    has a `LossHook`, training in this way warns: the schedule was not wrapped.
-
-    Args:
-        compute: model output -> losses in the shape of ``loss_mask``, neither masked nor divided; a
-            factor in them stays in the loss. Or (losses, report): the report is a mapping of names
-            to (sum, count) pairs, for Megatron's training loop, or to the metrics of
-            `megatron_loss_agg.report`, for `reduce_reports`.
-        loss_mask: of this rank's tokens: its context-parallel part of the batch's mask. With
-            ``gather``, the whole mask.
-        gather: for losses that need all tokens of a sequence under context parallelism. Model
-            output -> a number for each token of this rank, in the shape of its part of the mask
-            (log-probabilities, for one), or a mapping of such tensors. The hook gathers them over
-            the context-parallel ranks, and calls ``compute`` with the whole tensors, in the shape of
-            the whole mask. Everything with a gradient must go through ``gather``.
-        report: (losses, weights) -> a further report. Both are in the form and shape of the losses;
-            ``sum(weights * losses)`` over tokens, microbatches and ranks is the aggregated loss of
-            the step, so metrics can be weighed as the loss is, by `megatron_loss_agg.report.Sum`.
-
-    Raises:
-        HostError: in a step: called without a hook, though it needs one, or a report that is not a
-            mapping.
-        DataError: in a step: not one loss per element of the mask, or terms that differ from the
-            hook's.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[[Any], Losses | tuple[Losses, Mapping[str, Any]]],
-        loss_mask: Losses,
-        gather: Callable[[Any], Any] | None = None,
-        *,
-        report: Report | None = None,
-    ) -> None:
-        self.compute = compute
-        self.loss_mask = loss_mask
-        self.gather = gather
-        self.report = report
-
-    def __call__(self, output: Any) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
-        if self.gather or self.report or isinstance(self.loss_mask, Mapping):
-            raise _needs_hook("a TokenLoss of several masks, or with gather= or report=,")
-        losses, report = losses_and_report(self.compute(output))
-        if isinstance(losses, Mapping):
-            raise _needs_hook("a TokenLoss of several terms")
-        check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
-        if hooks and losses.requires_grad:
-            warnings.warn(
-                "a TokenLoss is trained as Megatron averages it, although there is a LossHook. Call the "
-                "schedule that hook.wrap(get_forward_backward_func()) returns.",
-                stacklevel=2,
-            )
-        mask = _constant(self.loss_mask).reshape(-1)
-        total = weighted_sum(mask, losses.reshape(-1).to(at_least_fp32(losses.dtype)))
-        return total, mask.sum().to(torch.int), report
-
-
-class SampleLoss:
-    """A loss function for losses of samples, or pairs, whose microbatches are of `of_samples`.
-
-        return output, SampleLoss(lambda output: losses_of_samples(output))
-
-    With ``per_token``, losses of the sums over whole sequences, such as the log-probabilities of
-    whole answers, whose tokens may lie on several context-parallel ranks:
-
-        return output, SampleLoss(pair_losses, log_probs, loss_mask)
-
-    Args:
-        compute: model output -> losses [samples]; with ``per_token``, (sums, lengths) -> losses
-            [samples], from the sum and the mask sum of each sequence, [sequences]. The result is as
-            of a `TokenLoss`.
-        per_token: model output -> a number for each token of this rank, in the shape of
-            ``loss_mask``, or a mapping of such tensors. The hook multiplies them by the mask and adds
-            them up over each sequence of ``Microbatch.of_samples(sequences=)``, on all
-            context-parallel ranks. Values at masked positions are ignored, even NaN.
-        loss_mask: of this rank's tokens of the sequences; required with ``per_token``.
-        report: as of `TokenLoss`.
-
-    Raises:
-        DataError: in a step: not one loss per sample; or no ``per_token`` under context parallelism.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[..., Losses | tuple[Losses, Mapping[str, Any]]],
-        per_token: Callable[[Any], Any] | None = None,
-        loss_mask: Tensor | None = None,
-        *,
-        report: Report | None = None,
-    ) -> None:
-        if (per_token is None) != (loss_mask is None):
-            raise DataError(
-                "per_token and loss_mask of a SampleLoss go together, got one of them. Give the mask of "
-                "this rank's tokens beside per_token."
-            )
-        self.compute = compute
-        self.per_token = per_token
-        self.loss_mask = loss_mask
-        self.report = report
-
-    def __call__(self, output: Any) -> Any:
-        raise _needs_hook("a SampleLoss")
-
-
-def _needs_hook(loss_function: str) -> HostError:
-    return HostError(
-        f"{loss_function} needs a hook, and was called without one. Wrap the schedule by "
-        "LossHook(...).wrap, with LossHook(aggregate_evaluation=True) for evaluations."
-    )
 
 
 @dataclass(frozen=True)
@@ -180,6 +44,16 @@ class ScriptLosses:
     returns_sum: bool = False  # beside a token count, which makes it a sum, not a mean
 
 
+class LossFunction:
+    """A loss function that leaves its reduction to the hook."""
+
+    def script_losses(
+        self, call: Call, plans: Mapping[str, StepPlan], i: int, output: Any
+    ) -> ScriptLosses:
+        """The losses of microbatch ``i``, from the model's ``output``."""
+        raise NotImplementedError
+
+
 def script_losses(
     call: Call,
     plans: Mapping[str, StepPlan],
@@ -197,8 +71,9 @@ def script_losses(
     """
     if isinstance(loss_function, Mapping):
         parts = []
-        for name, of_name in _of_terms("loss functions", loss_function, [*plans], call).items():
-            part = script_losses(call, {name: plans[name]}, i, of_name, output)
+        functions = values_by_term("loss functions", loss_function, [*plans], call)
+        for name, term_function in functions.items():
+            part = script_losses(call, {name: plans[name]}, i, term_function, output)
             parts.append(part)
         return ScriptLosses(
             terms={name: x for part in parts for name, x in part.terms.items()},
@@ -206,100 +81,12 @@ def script_losses(
             further_reports=[x for part in parts for x in part.further_reports],
             is_gathered=any(part.is_gathered for part in parts),
         )
-    if isinstance(loss_function, TokenLoss):
-        return _of_token_loss(call, plans, i, loss_function, output)
-    if isinstance(loss_function, SampleLoss):
-        return _of_sample_loss(call, plans, i, loss_function, output)
-    return _of_stock_function(plans, loss_function, output)
+    if isinstance(loss_function, LossFunction):
+        return loss_function.script_losses(call, plans, i, output)
+    return _stock_losses(plans, loss_function, output)
 
 
-def _of_token_loss(
-    call: Call,
-    plans: Mapping[str, StepPlan],
-    i: int,
-    loss_function: TokenLoss,
-    output: Any,
-) -> ScriptLosses:
-    names = [*plans]
-    is_whole = loss_function.gather is not None
-    if loss_function.gather is not None:
-        shape = token_shape(plans, i)
-        values = loss_function.gather(output)
-        output = _for_each_tensor(lambda x: gathered(x, shape, call), values)
-    losses, report = losses_and_report(loss_function.compute(output))
-    masks = loss_function.loss_mask
-    if not isinstance(masks, Mapping):
-        masks = dict.fromkeys(names, masks)
-    terms = {}
-    for name, of_name in _of_terms("losses", losses, names, call).items():
-        if name not in masks:
-            raise DataError(
-                f"a TokenLoss must have a mask for each term, got {sorted(masks)}. Add {name!r}."
-            )
-        mask = _constant(masks[name])
-        check_one_loss_per_token(of_name, mask, "a TokenLoss")
-        terms[name] = TermLosses(of_name, mask, is_whole)
-    further = _further_reports(loss_function, terms)
-    return ScriptLosses(terms, report, further, is_gathered=is_whole)
-
-
-def _of_sample_loss(
-    call: Call,
-    plans: Mapping[str, StepPlan],
-    i: int,
-    loss_function: SampleLoss,
-    output: Any,
-) -> ScriptLosses:
-    names = [*plans]
-    cp = call.groups.cp_rank_in(plan_of_first_term(plans).shapes[i])
-    sequence_mask_sum = None
-    if loss_function.per_token is None:
-        if cp.size > 1:
-            check_has_one_group(call.groups)
-            raise DataError(
-                "a SampleLoss under context parallelism needs per_token=, since each rank has a part "
-                "of the tokens, and got none. Give SampleLoss(compute, per_token, loss_mask)."
-            )
-        losses, report = losses_and_report(loss_function.compute(output))
-    else:
-        check_has_one_group(call.groups)
-        sequences = plan_of_first_term(plans).sequences[i]
-        if sequences is None or any(plans[name].sequences[i] is None for name in names):
-            raise DataError(
-                "SampleLoss(per_token=) needs the token sequences of its microbatch, and got none. Read "
-                "Microbatch.of_samples(number, sequences=Microbatch(loss_mask, cu_seqlens))."
-            )
-        mask = _constant(loss_function.loss_mask)
-
-        def sums_of(x: Tensor) -> Tensor:
-            check_one_loss_per_token(x, mask, "per_token of a SampleLoss")
-            return sums_by_sequence(x, mask, sequences.shape, call.split, cp, call.groups.cp)
-
-        sums = _for_each_tensor(sums_of, loss_function.per_token(output))
-        sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, call.split, cp)
-        lengths = sequences.mask_sum.to(mask.device, mask.dtype)
-        losses, report = losses_and_report(loss_function.compute(sums, lengths))
-    terms = {}
-    for name, of_name in _of_terms("losses", losses, names, call).items():
-        number = plans[name].sizes[i]
-        if not is_plain(of_name) or of_name.numel() != number:
-            raise DataError(
-                f"a SampleLoss must have a loss for each of the {number} samples of the microbatch, "
-                f"got {described(of_name)}. Return losses [samples], neither summed nor divided."
-            )
-        ones = torch.ones(of_name.shape, dtype=at_least_fp32(of_name.dtype), device=of_name.device)
-        terms[name] = TermLosses(of_name, ones, True, sequence_mask_sum)
-    return ScriptLosses(terms, report, _further_reports(loss_function, terms))
-
-
-def _further_reports(
-    loss_function: TokenLoss | SampleLoss, terms: Mapping[str, TermLosses]
-) -> list[tuple[Report, Sequence[str]]]:
-    """The script's function of losses and weights, with the names of its terms, if it has one."""
-    return [] if loss_function.report is None else [(loss_function.report, [*terms])]
-
-
-def _of_stock_function(
+def _stock_losses(
     plans: Mapping[str, StepPlan], loss_function: Callable[..., Any], output: Any
 ) -> ScriptLosses:
     names = [*plans]
@@ -328,29 +115,17 @@ def _of_stock_function(
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise HostError(
             "a loss function must return (loss, report) or (loss, number of tokens, report), got "
-            f"{_results(returned)}. Change {name_of(loss_function)}."
+            f"{results_in_words(returned)}. Change {name_of(loss_function)}."
         )
     check_one_loss_per_token(output, mask, "the model's output")
-    terms = {names[0]: TermLosses(output, _constant(mask))}
+    terms = {names[0]: TermLosses(output, constant_mask(mask))}
     return ScriptLosses(
         terms,
-        _mapping(returned[-1]),
+        report_mapping(returned[-1]),
         further_reports=[],
         stock_loss=returned[0],
         returns_sum=len(returned) == 3,
     )
-
-
-def losses_and_report(results: Any) -> tuple[Any, dict[str, Any]]:
-    """The losses alone have an empty report."""
-    if isinstance(results, (Tensor, Mapping)):
-        return results, {}
-    if not isinstance(results, (tuple, list)) or len(results) != 2:
-        raise HostError(
-            f"compute must return losses or (losses, report), got {_results(results)}. Return one of "
-            "these."
-        )
-    return results[0], _mapping(results[1])
 
 
 def merged_reports(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,6 +178,13 @@ def bound_mask(loss_function: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) else None
 
 
+def function_of(loss_function: Any) -> object:
+    """The code or the type of a loss function, which those that compute the same share."""
+    while isinstance(loss_function, functools.partial):
+        loss_function = loss_function.func
+    return getattr(loss_function, "__code__", type(loss_function))
+
+
 def name_of(loss_function: Any) -> str:
     """A readable name, without the tensors that a `functools.partial` binds."""
     if isinstance(loss_function, functools.partial):
@@ -410,7 +192,7 @@ def name_of(loss_function: Any) -> str:
     return getattr(loss_function, "__qualname__", type(loss_function).__qualname__)
 
 
-def _of_terms(kind: str, values: Any, names: Sequence[str], call: Call) -> dict[str, Any]:
+def values_by_term(kind: str, values: Any, names: Sequence[str], call: Call) -> dict[str, Any]:
     """``values`` by term, in the order of ``names``; an evaluation may lack terms."""
     if not isinstance(values, Mapping) and len(names) == 1:
         return {names[0]: values}
@@ -425,19 +207,13 @@ def _of_terms(kind: str, values: Any, names: Sequence[str], call: Call) -> dict[
     return {name: values[name] for name in names if name in values}
 
 
-def _for_each_tensor(change: Callable[[Tensor], Tensor], values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {name: change(x) for name, x in values.items()}
-    return change(values)
-
-
-def _constant(mask: Any) -> Tensor:
+def constant_mask(mask: Any) -> Tensor:
     if not isinstance(mask, Tensor):
         raise DataError(f"a loss mask must be a tensor, got a {type(mask).__name__}. Convert it.")
     return mask.detach().to(at_least_fp32(mask.dtype))
 
 
-def _mapping(report: Any) -> dict[str, Any]:
+def report_mapping(report: Any) -> dict[str, Any]:
     if not isinstance(report, Mapping):
         raise HostError(
             f"a report must be a mapping of names, got a {type(report).__name__}. Return a dict."
@@ -445,7 +221,7 @@ def _mapping(report: Any) -> dict[str, Any]:
     return dict(report)
 
 
-def _results(results: Any) -> str:
+def results_in_words(results: Any) -> str:
     is_several = isinstance(results, (tuple, list))
     return f"{len(results)} results" if is_several else described(results)
 

@@ -10,9 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,56 +20,19 @@ from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import ReadBatch, ReadStep, read_batch, reader_for
 from megatron_loss_agg.mcore.call import Call, defaults_of, stock
-from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.first_lines import audit_lines, first_lines, is_printing_rank
-from megatron_loss_agg.mcore.forward_step import hooks, name_of
+from megatron_loss_agg.mcore.first_lines import audit_lines
+from megatron_loss_agg.mcore.forward_step import name_of
 from megatron_loss_agg.mcore.parts.modes import ModeReports, also_aggregations
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
-from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.mcore.split import SPLITS
-from megatron_loss_agg.mcore.step import Plans, Step, is_empty
+from megatron_loss_agg.mcore.step import Step, Verified
+from megatron_loss_agg.mcore.token_loss import hooks
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 
 _HOOK = "loss_hook"
 """Attribute of a hooked schedule: its `LossHook`."""
-
-
-@dataclass
-class Verified:
-    """Results of the checks of earlier steps, which later ones need not repeat."""
-
-    scales: set[MegatronScale] = field(default_factory=set)
-    factor: float | None = None  # the measured gradients as a multiple of the planned ones
-    loss_functions: set[object] = field(default_factory=set)  # see `checks.loss_function`
-    splits: set[str] | None = None  # that fit all tokens compared so far; None: none were compared
-    gathers: bool = False  # some losses were gathered in the order of the split
-    # By model, since its wrapper and its functions count: `Call.trains` of the calls that have run,
-    # since an evaluation may read other data by another loss function.
-    _runs: WeakKeyDictionary[Any, set[bool]] = field(default_factory=WeakKeyDictionary)
-
-    def has_run(self, call: Call) -> bool:
-        """Whether a step, or an evaluation, of this model has passed all checks."""
-        return call.trains in self._runs.get(call.chunks[0], ())
-
-    def add_run(self, call: Call) -> None:
-        self._runs.setdefault(call.chunks[0], set()).add(call.trains)
-
-    def split_is_open(self, call: Call, is_declared: bool) -> bool:
-        """Whether the tokens compared so far fit several splits.
-
-        Also if none were compared, as in a step of padding alone, unless the split is declared; under
-        dynamic context parallelism, where one rank may have held each pack, even then.
-        """
-        if self.splits is None:
-            return call.groups.dp_cp is not None or (call.groups.cp_size > 1 and not is_declared)
-        return len(self.splits) > 1
-
-    def split_matters(self, call: Call) -> bool:
-        """Whether a step without tokens to compare may depend on a split that was not verified."""
-        is_split = torch.distributed.get_world_size(call.groups.split_group) > 1
-        return is_split and self.splits != {call.split}
 
 
 class LossHook:
@@ -190,9 +151,8 @@ class LossHook:
         self.audit = audit
         self.trust_unmeasured = trust_unmeasured
         self.verified = Verified()
-        self._settings = dict(settings or {})
+        self.settings = dict(settings or {})
         self._open_step: Step | None = None
-        self._printed: set[str] = set()  # kinds of calls whose first lines were printed
         hooks.add(self)
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,25 +232,6 @@ class LossHook:
             if self.audit and torch.distributed.get_rank() == 0:
                 print(audit_lines(self.verified.factor, call.scale), flush=True)
 
-    def print_first_lines(self, call: Call, plans: Plans) -> None:
-        """Print once for a step with tokens; before that, for a step without and an evaluation."""
-        without_tokens = is_empty(call, plans)
-        kind = "step" if call.trains else "evaluation"
-        if without_tokens:
-            kind = f"empty {kind}"
-        if {"step", kind} & self._printed:
-            return
-        self._printed.add(kind)
-        if is_printing_rank(call):
-            split = self.split if self.verified.splits else f"{self.split} (not verified)"
-            further = [(name, str(value)) for name, value in self._settings.items()]
-            for extension in self.extensions:
-                further += extension.first_lines(plans).items()
-            factor = self.verified.factor
-            text = first_lines(call, call.terms, plans, without_tokens, split, factor, further)
-            print(text, flush=True)
-            warn_of_restarting_ids(plans)
-
     def warn_of_mismatch(self, error: AggregationError) -> None:
         """Print the error of a step that is let pass, and count it."""
         self.num_mismatches += 1
@@ -308,7 +249,7 @@ class LossHook:
             "audit": self.audit,
             "trust_unmeasured": self.trust_unmeasured,
             "extensions": [type(x).__name__ for x in self.extensions],
-            **self._settings,
+            **self.settings,
         }
 
 

@@ -101,8 +101,8 @@ class Prefetch:
             self._thread = None
 
 
-def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
-    """The `Prefetch` that ``data_iterator`` is or wraps; None if there is none.
+def fetch_ahead(data_iterator: Any, number: int, insert: bool) -> None:
+    """Start to draw ``number`` batches by the `Prefetch` that ``data_iterator`` is or wraps, if any.
 
     Args:
         insert: put one between Megatron's own iterator, which replays a step from the batches that
@@ -110,15 +110,11 @@ def prefetch_of(data_iterator: Any, insert: bool) -> Prefetch | None:
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    if isinstance(data_iterator, Prefetch):
-        return data_iterator
-    loader: Any = getattr(data_iterator, "iterable", None)
-    if isinstance(loader, Prefetch):
-        return loader
+    loader: Any = getattr(data_iterator, "iterable", data_iterator)
     # `--dataloader-type cyclic` reads one through a generator.
     cyclic = isinstance(loader, GeneratorType) and loader.__name__ == "cyclic_iter"
     reads_loader = cyclic or isinstance(loader, _BaseDataLoaderIter)
-    if not (insert and reads_loader and isinstance(data_iterator, RerunDataIterator)):
-        return None
-    data_iterator.iterable = prefetch = Prefetch(loader)
-    return prefetch
+    if insert and reads_loader and isinstance(data_iterator, RerunDataIterator):
+        data_iterator.iterable = loader = Prefetch(loader)
+    if isinstance(loader, Prefetch):
+        loader.fetch(number)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,22 +25,24 @@ from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check
 from megatron_loss_agg.mcore.checks.loss_function import (
     StockLoss,
     check_stock_losses,
-    function_of,
     note_stock_loss,
 )
 from megatron_loss_agg.mcore.checks.memory import DrawnTensors
 from megatron_loss_agg.mcore.checks.sums import TermSums, check_sums, note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes, check_split, dependent_microbatches
 from megatron_loss_agg.mcore.dynamic_cp import batches_of, read_now, with_cp_size
+from megatron_loss_agg.mcore.first_lines import print_first_lines
 from megatron_loss_agg.mcore.forward_step import (
     ScriptLosses,
     check_has_gradient,
+    function_of,
     merged_reports,
     script_losses,
 )
 from megatron_loss_agg.mcore.parts.datasets import with_dataset_ids
-from megatron_loss_agg.mcore.prefetch import prefetch_of
+from megatron_loss_agg.mcore.prefetch import Prefetch, fetch_ahead
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
+from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
 from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
@@ -58,6 +61,45 @@ _ANOTHER_RANK_FAILED = (
 _ANOTHER_RANK_DIFFERED = (
     "another rank's losses were not those that were planned. Fix the error of that rank first."
 )
+
+
+@dataclass
+class Verified:
+    """Results of the checks of earlier steps, which later ones need not repeat."""
+
+    scales: set[MegatronScale] = field(default_factory=set)
+    factor: float | None = None  # the measured gradients as a multiple of the planned ones
+    loss_functions: set[object] = field(default_factory=set)  # see `checks.loss_function`
+    splits: set[str] | None = None  # that fit all tokens compared so far; None: none were compared
+    gathers: bool = False  # some losses were gathered in the order of the split
+    printed: set[str] = field(
+        default_factory=set
+    )  # kinds of calls that first lines were printed of
+    # By model, since its wrapper and its functions count: `Call.trains` of the calls that have run,
+    # since an evaluation may read other data by another loss function.
+    _runs: WeakKeyDictionary[Any, set[bool]] = field(default_factory=WeakKeyDictionary)
+
+    def has_run(self, call: Call) -> bool:
+        """Whether a step, or an evaluation, of this model has passed all checks."""
+        return call.trains in self._runs.get(call.chunks[0], ())
+
+    def add_run(self, call: Call) -> None:
+        self._runs.setdefault(call.chunks[0], set()).add(call.trains)
+
+    def split_is_open(self, call: Call, is_declared: bool) -> bool:
+        """Whether the tokens compared so far fit several splits.
+
+        Also if none were compared, as in a step of padding alone, unless the split is declared; under
+        dynamic context parallelism, where one rank may have held each pack, even then.
+        """
+        if self.splits is None:
+            return call.groups.dp_cp is not None or (call.groups.cp_size > 1 and not is_declared)
+        return len(self.splits) > 1
+
+    def split_matters(self, call: Call) -> bool:
+        """Whether a step without tokens to compare may depend on a split that was not verified."""
+        is_split = torch.distributed.get_world_size(call.groups.split_group) > 1
+        return is_split and self.splits != {call.split}
 
 
 class Step:
@@ -227,19 +269,24 @@ class Step:
     def _draw(self, call: Call, number: int) -> list[MicrobatchOfTerms]:
         """The microbatches of the batches that the call's forward steps will take."""
         microbatches: list[MicrobatchOfTerms] = []
-        tensors = DrawnTensors()
+        if self.is_first:
+            tensors = DrawnTensors()
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
         for _ in range(num_items):
-            for batch in batches_of(call, drawn.draw()):
-                microbatch = with_cp_size(call, self.hook.read_batch(batch), batch)
+            item = drawn.draw()
+            for batch in batches_of(call, item) if call.draws_samples else [item]:
+                microbatch = self.hook.read_batch(batch)
+                if call.groups.dp_cp is not None:
+                    microbatch = with_cp_size(microbatch, batch)
                 if self.tokens is not None:
                     # Before the next one is drawn, maybe into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
                 if self.is_first:
                     tensors.note(microbatch)
                 microbatches.append(microbatch)
-        tensors.check_unchanged()
+        if self.is_first:
+            tensors.check_unchanged()
         return microbatches
 
     @contextlib.contextmanager
@@ -259,9 +306,9 @@ class Step:
     def _fetch_next(self, call: Call) -> None:
         """Start to draw the next step's batches by a `Prefetch`, if there is one."""
         if call.trains and call.groups.reads_data and not call.draws_samples:
-            prefetch = prefetch_of(call.data_iterator, insert=self.hook.prefetch)
-            if prefetch is not None:
-                prefetch.fetch(call.scale.num_microbatches)
+            iterator: Any = call.data_iterator
+            if self.hook.prefetch or isinstance(getattr(iterator, "iterable", iterator), Prefetch):
+                fetch_ahead(iterator, call.scale.num_microbatches, insert=self.hook.prefetch)
 
     def _forward_step(self, call: Call) -> Callable[..., Any]:
         """The script's forward step, whose loss function is replaced by `loss`."""
@@ -320,10 +367,8 @@ class Step:
         self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any
     ) -> None:
         """Report ``lm loss``, and note the loss of a function that is not verified yet."""
-        function = (
-            microbatch.call.trains,
-            function_of(loss_function),
-        )  # may do more in one of them
+        # A function may compute more in training than in an evaluation.
+        function = microbatch.call.trains, function_of(loss_function)
         is_verified = function in self.hook.verified.loss_functions
         stock_loss = microbatch.stock_loss
         if "lm loss" in microbatch.reports:
@@ -352,7 +397,7 @@ class Step:
             if plans is not None:
                 self._compare_or_warn(call, plans)
         if self.is_first and plans is not None:
-            hook.print_first_lines(call, plans)
+            print_first_lines(hook, call, plans, is_empty(call, plans))
         if self.is_first or (call.trains and hook.empty_step == "skip"):
             is_empty_here = plans is not None and is_empty(call, plans)
             is_empty_step = any_rank(is_empty_here, groups.pp)  # other stages have no plan

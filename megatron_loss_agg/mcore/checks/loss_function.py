@@ -5,7 +5,6 @@ The hook replaces their reduction, so anything else that they compute would be l
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,13 +30,6 @@ class StockLoss(NamedTuple):
     fits: Tensor  # bool
     shows_factors: Tensor  # bool: a wrong factor would not fit
     loss: Tensor
-
-
-def function_of(loss_function: Any) -> object:
-    """The code or the type of a loss function, which those that compute the same share."""
-    while isinstance(loss_function, functools.partial):
-        loss_function = loss_function.func
-    return getattr(loss_function, "__code__", type(loss_function))
 
 
 def note_stock_loss(
