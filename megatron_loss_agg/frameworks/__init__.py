@@ -131,11 +131,11 @@ def check_aggregation(
         units: the units that the adapter can group tokens by, besides the sample and the step.
         has_weights: the batches have weights of samples.
     """
-    if not agg.units <= {"all", "sample", *units}:
-        known = " or ".join(["sample", *sorted(units)])
+    if missing := agg.units - {"all", "sample", *units}:
         raise OptionError(
-            f"--loss-aggregation must group tokens by {known} in {framework}, got {agg.label}. Choose "
-            "another mode, such as token_mean or sample_mean."
+            f"--loss-aggregation must group tokens by {' or '.join(['sample', *sorted(units)])} in "
+            f"{framework}, got {', '.join(sorted(missing))} ({agg.label}). Choose another mode, such as "
+            "token_mean or sample_mean."
         )
     if agg.sample_weights and not has_weights:
         raise OptionError(

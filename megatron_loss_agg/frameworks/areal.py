@@ -65,7 +65,7 @@ actor:
 """
 
 GROUP_KEY, WEIGHT_KEY = "_trajectory_group", "_loss_weight"
-BACKEND = Setting("backend", "Megatron's", ("megatron",))
+BACKEND = Setting("backend", "megatron", ("megatron",))
 ENGINE_SETTINGS = (
     Setting("enable_tree_training", "off, since sequences in a tree share tokens"),
     Setting(

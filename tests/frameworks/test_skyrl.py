@@ -360,7 +360,7 @@ REFUSED: Runs = {
         **{"policy.megatron_config.transformer_config_kwargs": {"calculate_per_token_loss": True}},
     ),
     "microbatches": refused(
-        "OptionError: .*got skyrl/token_mean_legacy",
+        "OptionError: .*got microbatch .skyrl/token_mean_legacy.",
         "--loss-aggregation skyrl/token_mean_legacy",
     ),
     "data sets": refused("OptionError: .*got dataset", "--loss-aggregation dataset_mean"),

@@ -219,7 +219,7 @@ REFUSED_BY_CONVERT: dict[str, dict[str, Any]] = {
     "HostError: .*--use-dynamic-global-batch-size": {"use_dynamic_global_batch_size": True},
     "HostError: --object-store-backend": {"object_store_backend": "mooncake"},
     "HostError: --train-backend": {"train_backend": "fsdp"},
-    "OptionError: .*got microbatch_mean": {"mode": "microbatch_mean"},
+    "OptionError: .*got microbatch ": {"mode": "microbatch_mean"},
 }
 
 
