@@ -100,7 +100,8 @@ GOALS = {
     "gpu_waits": 1,  # of the CPU for the GPU, a step, besides stock Megatron's
     "gpu_waits_of_masks": 2,  # the same where the masks are on the GPU
 }
-JUDGED_EVERYWHERE = ("gradient",)
+COUNTS = ("launches_rows", "launches_packs", "uploads", "waits", "calls", "step_waits")
+JUDGED_EVERYWHERE = ("gradient", *COUNTS)
 """In small shapes, too, which are run to see that they can be."""
 
 

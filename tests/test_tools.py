@@ -72,7 +72,11 @@ def test_the_way_of_a_call_is_counted_as_it_runs() -> None:
     done = run_afresh("-m", "benchmarks.path", "--show")
     assert done.returncode == 0, done.stderr[-4000:]
     *_, summary = done.stdout.splitlines()
-    assert re.search(r": \d+ files, \d+ functions, \d+ calls, \d+ moves .*, \d+ classes$", summary)
+    counts = (
+        r": \d+ files, \d+ functions, \d+ calls, \d+ moves .*, \d+ classes; \d+\.\d% of the code"
+    )
+    assert re.search(counts, summary)
+    assert re.search(r"\n *\d+ of *\d+ lines of mcore/step\.py; not \d+", done.stdout)
     # Of two microbatches; the first step, which is checked more, is not watched.
     assert "   1 mcore/step.py                    Step.run\n" in done.stdout
     assert "   2 mcore/step.py                    Step.loss\n" in done.stdout

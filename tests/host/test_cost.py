@@ -59,7 +59,7 @@ def operations_of(ddp: Any, terms: int, samples: int, layout: str) -> tuple[list
 
 # By layout, the most operations of one term; and of a term more, for its weights, its sum and its
 # report.
-MOST = {"bshd": (31, 27), "thd": (37, 33)}
+MOST = {"bshd": (24, 20), "thd": (25, 21)}
 
 
 @on_ranks_of("dp2")
