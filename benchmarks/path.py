@@ -2,10 +2,11 @@
 
     python -m benchmarks.path [--show]
 
-A tiny GPT trains on rows in one process, on the real Megatron-Core; the last of some steps is
-watched, an ordinary one. Counted are the functions of the package that run (properties, too; no
-lambdas or generator expressions), their files, their calls, the classes whose methods these are,
-and the moves: calls from one file into another. The stand-in for a GPU is left out.
+A tiny GPT trains on rows on two data-parallel ranks, on the real Megatron-Core; the last of some
+steps is watched on the first rank, an ordinary one. Counted are the functions of the package that
+run (properties, too; no lambdas or generator expressions), their files, their calls, the classes
+whose methods these are, and the moves: calls from one file into another. The stand-in for a GPU is
+left out.
 
 Of the entered files also the lines that run, as a share of their code. A line is one that has
 instructions of a function's body: not its ``def`` line, no docstring, nothing at the top level of
@@ -18,6 +19,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import multiprocessing
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -25,6 +28,8 @@ from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import torch.distributed as dist
 
 import megatron_loss_agg
 from benchmarks import megatron
@@ -34,6 +39,7 @@ from benchmarks.shapes import TINY, Step
 
 PACKAGE = Path(megatron_loss_agg.__file__).parent
 STEP = Step(microbatches=2, rows=2, length=16)
+RANKS = 2
 STEPS_BEFORE = 3
 """So that the watched one has none of the first step's checks."""
 _OUTSIDE = ""
@@ -130,7 +136,15 @@ def _file_of(frame: FrameType) -> str:
 
 
 def watched_step() -> Watch:
-    """The Python calls of the hook in one step."""
+    """The Python calls of the hook in one step, on the first of several data-parallel ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
+        ranks = pool.starmap(_watch_on_rank, [(x, store.port) for x in range(RANKS)], chunksize=1)
+    return ranks[0]
+
+
+def _watch_on_rank(rank: int, port: int) -> Watch:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), STORE_PORT=str(port))
     with megatron.groups():
         ddp, data = megatron.build(TINY, STEP.length), megatron.batches(TINY, STEP)
         training = Training(True, ddp, STEP, data)
@@ -160,7 +174,7 @@ def main() -> None:
         _show(watch)
     both_ways = {pair for pair in watch.moves if pair[::-1] in watch.moves}
     print(
-        f"a training call of {STEP.microbatches} microbatches of rows, one term, on one rank: "
+        f"a training call of {STEP.microbatches} microbatches of rows, one term, on each of two ranks: "
         f"{len(watch.files)} files, {len(watch.calls)} functions, {watch.calls.total()} calls, "
         f"{watch.moves.total()} moves between files, of {len(watch.moves)} kinds, "
         f"{len(both_ways) // 2} pairs of files that call each other, {len(watch.classes)} classes; "

@@ -109,7 +109,7 @@ class LossAggregation:
     or "0:0.5,1:2". It multiplies the weights of the data set's samples; `sample_weights` must be set,
     too. In an evaluation a data set without a weight has weight 1.
     """
-    function: Callable[..., Any] | None = None
+    function: Callable[..., Any] | None = field(default=None, hash=False)
     """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
     name: str | None = field(default=None, compare=False, repr=False)
     """The `label`, if not the mode; `preset` sets it to the preset's name."""
@@ -169,7 +169,7 @@ class LossAggregation:
             name=name,
         )
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         """The name of the preset, or else the mode."""
         return self.name or self.mode

@@ -169,11 +169,11 @@ class RankTable:
         """The units with ids whose names are the user's own."""
         return sorted(self.samples.ids.keys() - {*BY_ID})
 
-    def header(self, words: str = "", has_masks_by_term: bool = False) -> Header:
-        """The header of this rank; ``words`` are those of the terms."""
+    def header(self, terms_hash: int = 0, has_masks_by_term: bool = False) -> Header:
+        """The header of this rank."""
         samples = self.samples
         return Header(
-            terms=hashed(words),
+            terms=terms_hash,
             has_masks_by_term=has_masks_by_term,
             num_microbatches=len(samples.elements[self.sent_microbatches]),
             num_samples=len(samples.mask_sum[self.sent_samples]),
@@ -231,6 +231,13 @@ class StepTable:
         return cls(table.samples, table, torch.arange(num_microbatches), slice(0, num_samples))
 
 
+class TermsInWords(NamedTuple):
+    """The terms of a loss, as ranks compare them."""
+
+    words: str
+    hash: int
+
+
 @contextlib.contextmanager
 def failing_in_exchange(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Around what comes before an `exchange`: if it fails, the other ranks raise PeerError."""
@@ -244,14 +251,14 @@ def failing_in_exchange(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def exchange(
-    words: str, tables: Mapping[str, RankTable], group: dist.ProcessGroup | None
+    terms: TermsInWords, tables: Mapping[str, RankTable], group: dist.ProcessGroup | None
 ) -> dict[str, StepTable]:
     """The table of all ranks for each term, in two collectives for each table that differs.
 
     All ranks of ``group`` must call, or fail in `failing_in_exchange`.
 
     Args:
-        words: the terms in words, which must be the same on all ranks.
+        terms: must be the same on all ranks.
         tables: this rank's table for each term: the same object for terms that share masks.
 
     Returns:
@@ -267,11 +274,11 @@ def exchange(
         return {name: distinct[id(x)] for name, x in tables.items()}
     first, *others = tables
     has_masks_by_term = len({*map(id, tables.values())}) > 1
-    headers = _gather_headers(tables[first].header(words, has_masks_by_term), group)
+    headers = _gather_headers(tables[first].header(terms.hash, has_masks_by_term), group)
     if bool(_values("failed", headers).any()):
         gather_objects(lambda: None, group, _READING)  # raises the PeerError
     if _differ("terms", headers):
-        texts = dict.fromkeys(gather_objects(lambda: words, group, _READING))
+        texts = dict.fromkeys(gather_objects(lambda: terms.words, group, _READING))
         raise OptionError(
             f"all ranks must have the same aggregations, got {' and '.join(texts)}. Give every "
             "rank the same terms in the same order."

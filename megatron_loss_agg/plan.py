@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,8 +26,14 @@ from megatron_loss_agg.counting import (
 )
 from megatron_loss_agg.describe import terms_in_words
 from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.exchange import RankTable, StepTable, exchange, failing_in_exchange
-from megatron_loss_agg.ids import Ids
+from megatron_loss_agg.exchange import (
+    RankTable,
+    StepTable,
+    TermsInWords,
+    exchange,
+    failing_in_exchange,
+)
+from megatron_loss_agg.ids import Ids, hashed
 from megatron_loss_agg.mask_sums import microbatches_from
 from megatron_loss_agg.microbatch import (
     Microbatch,
@@ -388,12 +395,21 @@ def plan_step(
         is_evaluation: data sets may lack a weight.
     """
     with failing_in_exchange(group):
-        # Ranks compare them. One rank alone saves the time.
-        words = terms_in_words(terms) if ranks_of(group) > 1 else ""
         items = listed(microbatches)
         tables = _read_tables(terms, units, items, group, copies, is_evaluation)
-    step_tables = exchange(words, tables, group)
+    labels = tuple(term.aggregation.label for term in terms.values())
+    step_tables = exchange(_in_words(tuple(terms.items()), labels), tables, group)
     return {name: _plan_term(term.aggregation, step_tables[name]) for name, term in terms.items()}
+
+
+@functools.lru_cache
+def _in_words(terms: tuple[tuple[str, Term], ...], _labels: tuple[str, ...]) -> TermsInWords:
+    """The terms in words, which are the same in every step of a run.
+
+    Labels are part of the key, since aggregations that differ in theirs alone are equal.
+    """
+    words = terms_in_words(dict(terms))
+    return TermsInWords(words, hashed(words))
 
 
 def broadcast_plans(
