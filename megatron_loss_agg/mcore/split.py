@@ -50,28 +50,19 @@ def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) ->
 def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> Tensor | None:
     """The start of each sample of a pack among this rank's tokens; None: rows.
 
-    int64 [samples + 1], on the CPU. In every split the samples are in the order of the pack.
+    int64 [samples + 1], on the CPU.
     """
     starts = shape.starts
     if starts is None or cp_size == 1:
         return starts
-    if split == "zigzag":
-        if bool((starts.diff() % (2 * cp_size)).any()):
-            raise DataError(
-                f"sequences of a pack must be padded to multiples of 2 * cp_size = {2 * cp_size}, got "
-                f"{starts.diff().tolist()}. Pad them, or declare how the pack is split "
-                "(--loss-aggregation-split, or LossHook(split=))."
-            )
-        return starts // cp_size
-    tokens = shape.mask[-1]
-    if split == "contiguous":
-        length, chunks = tokens // cp_size, [cp_rank]
-    else:
-        length, chunks = tokens // (2 * cp_size), [cp_rank, 2 * cp_size - 1 - cp_rank]
-    tokens_before = torch.zeros_like(starts)  # of this rank, before each start
-    for k in chunks:
-        tokens_before += (starts - k * length).clamp(0, length)
-    return tokens_before
+    if split == "zigzag" and bool((starts.diff() % (2 * cp_size)).any()):
+        raise DataError(
+            f"sequences of a pack must be padded to multiples of 2 * cp_size = {2 * cp_size}, got "
+            f"{starts.diff().tolist()}. Pad them, or declare how the pack is split "
+            "(--loss-aggregation-split, or LossHook(split=))."
+        )
+    # A rank holds its tokens in the order of the pack.
+    return torch.searchsorted(layout_of(shape, split, cp_size, cp_rank).index, starts)
 
 
 class RankSamples(NamedTuple):
