@@ -114,6 +114,7 @@ class Step:
         self.hook = hook
         self.microbatches = microbatches
         self.num_taken = 0  # microbatches of the calls so far
+        self.is_planned = False
         self.plans: Plans | None = None  # None on stages without a loss
         self.samples: Mapping[str, TermSamples] = {}  # by term
         self.is_first = False  # training step, or evaluation, of this model: all is checked
@@ -134,6 +135,7 @@ class Step:
             # 2. Read the step's batches. 3. Count them: every sample gets its coefficient.
             self.plans = plans = self._plan(call)
             self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
+            self.is_planned = True
         with self._running(call):
             # 4. to 6. happen in the loss function of each microbatch, see `loss`.
             result = schedule(**call.arguments_with(self._forward_step(call), self.iterator))
@@ -193,6 +195,11 @@ class Step:
                 "samples of a whole step, got a call inside of it. Leave hook.step out."
             )
         number, first_index = call.scale.num_microbatches, self.num_taken
+        if first_index and not self.is_planned:
+            raise DataError(
+                "a step must be planned by its first call, and that call failed, got a further call in "
+                "its hook.step. Leave the block, and begin the step anew."
+            )
         left = len(self.microbatches) - first_index
         if number > left:
             raise DataError(
