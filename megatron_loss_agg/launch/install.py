@@ -28,7 +28,7 @@ from megatron_loss_agg.mcore import (
     with_ids,
 )
 from megatron_loss_agg.mcore.batches import ReadBatch
-from megatron_loss_agg.mcore.call import STOCK, model_chunks
+from megatron_loss_agg.mcore.call import ORIGINAL, model_chunks
 from megatron_loss_agg.mcore.checks.before import check_settings
 
 Schedule = Callable[..., Any]
@@ -160,7 +160,7 @@ def install(
     use = launcher or FlagUse(sys.argv[1:])
     hook_from_args(argparse.Namespace(**use.values))
     table = replacements()
-    if any(hasattr(getattr(row.holder, row.name), STOCK) for row in table):
+    if any(hasattr(getattr(row.holder, row.name), ORIGINAL) for row in table):
         return lambda: None
     plugin = Plugin(use, prepare_parser, make_hook, exit_on_error=launcher is not None)
     undo = contextlib.ExitStack()
@@ -184,7 +184,7 @@ def _replacement(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
     def function(*args: Any, **kwargs: Any) -> Any:
         return method(original, *args, **kwargs)
 
-    setattr(function, STOCK, (function, original))
+    setattr(function, ORIGINAL, (function, original))
     return function
 
 

@@ -95,7 +95,7 @@ class ModeReports(Extension):
         prefix = "" if name == first.aggregation.label else f"{name} "
         pairs = zip(self._plans[call.trains], self._samples[call.trains], strict=True)
         for plan, samples in pairs:
-            weights = weights_on_rank(samples.of(i, term), term)
+            weights = weights_on_rank(samples.in_microbatch(i, term), term)
             part = weighted_sum_unchecked(weights, term.losses)
             pair = aggregated_pair(call, plan, part)
             microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
