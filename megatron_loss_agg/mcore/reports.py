@@ -8,8 +8,8 @@ part ``x`` of the sum ``S = sum x`` becomes
     (x * D * C, D * C / P)      sum / sum = S        mean of quotients = sum (x * P) / P = S
 
 with ``P`` this rank's microbatches times all data- and context-parallel ranks, the denominator ``D``
-of the aggregation, and a constant ``C`` so large that no denominator is below 1. An evaluation adds
-up the pairs of its calls: ``sum S * D / sum D`` is the mean over the tokens, samples or groups of all
+of the aggregation, and a large constant ``C``, so that denominators are above 1. An evaluation adds up
+the pairs of its calls: ``sum S * D / sum D`` is the mean over the tokens, samples or groups of all
 calls.
 """
 
@@ -30,7 +30,7 @@ from megatron_loss_agg.tensors import at_least_fp32
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 _LARGE = 2.0**30
-_LEAST = torch.finfo(torch.float32).tiny
+_MIN_DENOMINATOR = torch.finfo(torch.float32).tiny
 """The denominator of an empty call: negligible beside a real one; avoids 0/0 if every call is empty."""
 
 
@@ -78,7 +78,7 @@ def report_pair(
     """[2]: a part of a sum over the call; Megatron's quotient becomes that sum over ``divisor``."""
     ranks = call.scale.data_parallel_size * call.groups.cp_size
     pairs = len(plan.sizes) * ranks
-    weight = max(denominator, _LEAST) * _LARGE
+    weight = max(denominator, _MIN_DENOMINATOR) * _LARGE
     pair = part.new_full((2,), weight / pairs)
     torch.mul(part.detach(), weight / divisor, out=pair[0])
     return pair
