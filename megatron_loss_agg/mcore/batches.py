@@ -32,17 +32,17 @@ HOW_TO_READ = (
 )
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
-"""Batch keys of integers by token that the model is called with. Positions tell no tokens apart."""
+"""Batch keys of integers by token that the model is called with; positions are the same everywhere."""
 
 _TOKEN_IDS = ("input_ids", "position_ids")
-"""Batch keys with an element for each token, despite their names."""
+"""Batch keys that end in "_ids", and have an element for each token, not for each sample."""
 
 
 class DrawnBatches:
-    """The batches of one call, drawn from ``source`` before the forward steps ask for them.
+    """The batches of one call, drawn from ``source`` before the forward steps take them.
 
-    They wait for their forward passes while later ones are drawn, so ``source`` must not fill the
-    same memory for each.
+    They wait for their forward passes while later ones are drawn, so ``source`` must not write each
+    into the same memory.
     """
 
     def __init__(self, source: Any, number: int) -> None:
@@ -63,7 +63,7 @@ class DrawnBatches:
             batch = next(self._source)
         except StopIteration:
             if not self._batches:
-                raise  # the end of the data, which a loop may wait for
+                raise  # the end of the data, as a loop without the hook sees it
             raise DataError(
                 f"the data iterator must give {self._number} batches for a call, got "
                 f"{len(self._batches)}. Leave out the last step, or lower its num_microbatches."
@@ -103,7 +103,7 @@ def is_by_sample(key: str) -> bool:
 
 
 def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
-    """The microbatch that a batch of a Megatron data loader describes.
+    """The microbatch of a batch of a Megatron data loader.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
     ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
@@ -116,14 +116,14 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     - ``cu_seqlens_q`` and, if padded, ``cu_seqlens_q_padded``: Megatron-Bridge 0.6.
 
     Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
-    the model. Trailing offsets that repeat the last one (the last padded one, if given) are filler,
+    the model. Trailing offsets that repeat the last one (the last padded one, if any) are filler,
     unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
-    the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
+    the end of a pack; it begins at ``token_count`` or later, and is left out. A dummy
     microbatch has ``cu_seqlens`` of 0 alone and no samples, whatever its ``cu_seqlens_padded``.
 
     Args:
-        units: whose keys ``<unit>_ids`` a batch with samples must have; of other names than the
-            fields of `Microbatch` they are read for ``ids``.
+        units: a batch with samples must have the key ``<unit>_ids`` of each. Units without a field
+            of `Microbatch` are read into its ``ids``.
 
     Raises:
         DataError: a key is missing, or has a wrong type or shape.
@@ -170,7 +170,7 @@ def keys_of(batch: Any) -> str:
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
-    """``read``; if it is `read_batch`, with the ``units`` whose ids ``terms`` need.
+    """``read``; if it is `read_batch`, with the units that ``terms`` group by.
 
     Data sets are left out, since batches of evaluations may lack their ids: see `with_dataset_ids`.
 
@@ -193,6 +193,7 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
 def changed_terms(
     change: Callable[[Microbatch], Microbatch], microbatch: MicrobatchOfTerms
 ) -> MicrobatchOfTerms:
+    """``change`` applied to the microbatch, or to that of each term."""
     if isinstance(microbatch, Mapping):
         return {name: change(x) for name, x in microbatch.items()}
     return change(microbatch)

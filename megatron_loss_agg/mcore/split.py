@@ -1,10 +1,10 @@
-"""The split of tokens over context-parallel ranks, and weights, sums and gathers under it.
+"""The split of tokens over context-parallel ranks; weights, sums and gathers under a split.
 
 ============ ==============================================================================
 split        a rank holds
 ============ ==============================================================================
 zigzag       two chunks of every sequence: of each row, or of each sequence of a pack
-zigzag_pack  two chunks of the whole pack, whose sequences may lie on some ranks alone
+zigzag_pack  two chunks of the whole pack: a sequence may be on some of the ranks alone
 contiguous   one chunk of each row, or of the whole pack
 ============ ==============================================================================
 """
@@ -48,7 +48,7 @@ def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) ->
 
 
 def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> Tensor | None:
-    """The start of each sample of a pack among this rank's tokens; None: rows.
+    """The start of each sample of a pack among this rank's tokens; None for rows.
 
     int64 [samples + 1], on the CPU.
     """
@@ -70,22 +70,22 @@ class RankSamples(NamedTuple):
 
     cp: CPRank
     starts: Tensor | None  # where each begins, on the CPU; None: rows
-    lengths: Tensor  # those of a pack, see `padded_lengths`; of rows empty
-    coefficient_S: Tensor  # for a pack also that of the padding
+    lengths: Tensor  # in a pack, see `padded_lengths`; empty for rows
+    coefficient_S: Tensor  # for a pack with one more, for the padding
 
 
 class TermSamples:
     """The samples of a step on this rank, for one term.
 
-    The first loss moves those of all microbatches to its device, so that later ones move nothing.
-    Megatron computes the losses of a step on one stream.
+    The first loss moves those of all microbatches to its device together, so that later ones need no
+    copy from the host. That is safe since Megatron computes all losses of a step on one stream.
     """
 
     def __init__(self, call: Call, plan: StepPlan) -> None:
         self._call, self._plan = call, plan
         self._samples: dict[Any, list[RankSamples]] = {}
 
-    def of(self, i: int, term: TermLosses) -> RankSamples:
+    def in_microbatch(self, i: int, term: TermLosses) -> RankSamples:
         """The samples of microbatch ``i`` on the device, in the dtype of the losses' weights.
 
         Raises:
@@ -112,7 +112,8 @@ class TermSamples:
         shape = self._plan.shapes[i]
         cp, num_tokens = self._call.groups.cp_rank_in(shape), math.prod(shape.mask)
         if is_whole:
-            coefficient_S, starts = coefficient_S / cp.size, shape.starts  # each counts its share
+            # Each of the ranks has all losses, and adds its share to the sum over them.
+            coefficient_S, starts = coefficient_S / cp.size, shape.starts
         else:
             starts = local_starts(shape, self._call.split, cp.size, cp.rank)
             num_tokens //= cp.size
@@ -141,9 +142,9 @@ def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
 
 
 def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
-    """The values of all tokens of a microbatch, in the shape of its mask, from this rank's.
+    """The values of all tokens of a microbatch, in the shape of its mask, from those of this rank.
 
-    In the backward pass a value gets the sum of the gradients of all context-parallel ranks.
+    In the backward pass a value gets the sum of its gradients on all context-parallel ranks.
     """
     cp = call.groups.cp_rank_in(shape)
     expected = local_shape(shape, cp.size)
@@ -168,7 +169,7 @@ def sums_by_sequence(
     cp: CPRank,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """``sum m_t x_t`` over each sequence, [sequences]; over all ranks of ``group``, or this one.
+    """``sum m_t x_t`` over each sequence, [sequences], over all ranks of ``group``; None: this rank.
 
     Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
     """
@@ -184,8 +185,8 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
     """The sum over each sample's tokens, [samples]; differentiable.
 
     Args:
-        x_T: of this rank's tokens, in order.
-        starts: where each sample begins among them; None: rows.
+        x_T: values of this rank's tokens, in order.
+        starts: where each sample begins among them; None for rows.
     """
     if starts is None:
         rows = shape.mask[0]
@@ -198,7 +199,7 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
 
 
 def check_has_one_group(groups: ProcessGroups) -> None:
-    """Raise HostError where every microbatch has context-parallel ranks of its own."""
+    """Raise HostError where each microbatch has its own context-parallel ranks."""
     if groups.dp_cp is not None:
         raise HostError(
             "a SampleLoss of tokens on several ranks needs the same context-parallel ranks for all "
@@ -208,7 +209,7 @@ def check_has_one_group(groups: ProcessGroups) -> None:
 
 
 def is_by_token(shape: MicrobatchShape) -> bool:
-    """Whether a mask is of tokens, and not of whole samples as `Microbatch.of_samples` makes it."""
+    """Whether a mask has an element for each token, not for each sample (`Microbatch.of_samples`)."""
     return shape.starts is not None or shape.mask[-1] != 1
 
 
@@ -218,7 +219,7 @@ def local_shape(shape: MicrobatchShape, cp_size: int) -> tuple[int, ...]:
 
 
 def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whole: bool) -> None:
-    """Raise DataError unless ``mask`` has as many tokens as planned, in their order."""
+    """Raise DataError unless ``mask`` has the planned number of tokens, in their order."""
     expected = shape.mask if is_whole else local_shape(shape, cp_size)
     if same_order(mask.shape, expected):
         return
@@ -238,7 +239,7 @@ def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whol
 
 
 def same_order(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether tensors of these shapes have as many elements, in one order; one may be flat."""
+    """Whether tensors of these shapes have the same number of elements in one order; one may be flat."""
     if one == other:
         return True
     long_axes = [[n for n in shape if n != 1] for shape in (one, other)]

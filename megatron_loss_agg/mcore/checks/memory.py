@@ -22,7 +22,7 @@ class DrawnTensors:
     def check_unchanged(self) -> None:
         """Raise DataError if a later batch was written into the memory of an earlier one.
 
-        No other check sees it: the loss function gets the mask that is counted, the last one.
+        No other check sees it: the counted mask, and that of the loss function, are both the last one.
         """
         if not all(torch.equal(_bytes(x), copy) for x, copy in self._pairs):
             raise DataError(
