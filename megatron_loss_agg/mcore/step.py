@@ -344,7 +344,7 @@ class Step:
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
-                return script_forward_step(*args, **kwargs)  # this chunk computes no loss
+                return script_forward_step(*args, **kwargs)  # the last chunk alone computes a loss
             # The schedules take microbatches in order. The index is that in the step, not in the call.
             i = self.num_forward_steps
             self.num_forward_steps += 1
@@ -372,7 +372,7 @@ class Step:
         return reports
 
     def _note(self, microbatch: MicrobatchLoss, script: ScriptLosses, output: Any) -> None:
-        """Note the sums that are compared after the step."""
+        """Note the sums for the comparison after the step; check that the loss has a gradient."""
         call, plans, i = microbatch.call, microbatch.plans, microbatch.i
         if script.is_gathered:
             self.gathered.add(i)
@@ -388,6 +388,7 @@ class Step:
             for name, term in script.terms.items()
         ]
         if call.trains and torch.is_grad_enabled():
+            # Now, since the backward pass would fail without a word about the cause.
             check_has_gradient(microbatch.total, output)
 
     def _use_stock_loss(
