@@ -112,20 +112,20 @@ class Losses:
         names = [f"term {i}" for i in range(self._terms)]
         hook = LossHook(MODE if self._terms == 1 else dict.fromkeys(names, MODE), **options)
 
-        def loss_of(mask: Tensor) -> Any:
+        def make_loss(mask: Tensor) -> Any:
             if self._terms == 1:
                 return functools.partial(stock_loss_func, mask)
             return TokenLoss(lambda output: dict.fromkeys(names, output), mask)
 
-        return functools.partial(self.run, hook.wrap(self._schedule), loss_of)
+        return functools.partial(self.run, hook.wrap(self._schedule), make_loss)
 
-    def run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
+    def run(self, schedule: Callable[..., Any], make_loss: Callable[[Tensor], Any]) -> float:
         numbers = iter(range(len(self.masks)))
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
             next(data_iterator)
             i = next(numbers)
-            return model(self.leaves[i]), loss_of(self.masks[i])
+            return model(self.leaves[i]), make_loss(self.masks[i])
 
         schedule(
             forward_step_func=forward_step,

@@ -81,7 +81,7 @@ class Watch:
         return ran / sum(map(len, code.values()))
 
     def _enter(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        file = _file_of(frame)
+        file = _package_file(frame)
         if file == _OUTSIDE:
             return None
         if not frame.f_code.co_name.startswith("<"):
@@ -91,7 +91,7 @@ class Watch:
 
     def _follow(self, frame: FrameType, event: str, _argument: object) -> Any:
         if event == "line":
-            self.lines[_file_of(frame)].add(frame.f_lineno)
+            self.lines[_package_file(frame)].add(frame.f_lineno)
         elif event == "return":
             self._files.pop()
         return self._follow
@@ -126,7 +126,7 @@ def _functions(code: CodeType) -> Iterator[CodeType]:
             yield from _functions(constant)
 
 
-def _file_of(frame: FrameType) -> str:
+def _package_file(frame: FrameType) -> str:
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(PACKAGE):
         return _OUTSIDE

@@ -66,7 +66,7 @@ def _weighed(results: Results, samples: int, length: int, layout: str) -> None:
 
 
 def _exchange(results: Results, samples: int, ranks: int) -> None:
-    with _group_of(ranks) as group:
+    with _fake_group(ranks) as group:
         rows = [_row(_planning(samples, ranks, rank, group)) for rank in range(ranks)]
         exchange = Exchange(rows)
         with _gathering_by(exchange.gather):
@@ -86,7 +86,7 @@ def _planning(samples: int, ranks: int, rank: int, group: Any) -> Callable[[], S
 
 
 @contextlib.contextmanager
-def _group_of(ranks: int) -> Iterator[Any]:
+def _fake_group(ranks: int) -> Iterator[Any]:
     """This process as the first rank of a process group without the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

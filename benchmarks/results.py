@@ -121,16 +121,18 @@ def estimate(samples: Sequence[float]) -> tuple[float, float]:
 
 def line(figure: dict[str, Any]) -> str:
     """A figure as a line for the terminal."""
-    verdict = "" if figure["goal"] is None else f"{goal_of(figure)}: {figure['verdict']}"
-    return f"{figure['what']:34} {figure['where']:44} {value_of(figure):22} {verdict}".rstrip()
+    verdict = "" if figure["goal"] is None else f"{goal_in_words(figure)}: {figure['verdict']}"
+    return (
+        f"{figure['what']:34} {figure['where']:44} {value_in_words(figure):22} {verdict}".rstrip()
+    )
 
 
-def value_of(figure: dict[str, Any]) -> str:
+def value_in_words(figure: dict[str, Any]) -> str:
     noise = f" ± {figure['noise']:.2g}" if figure["noise"] else ""
     return f"{figure['value']:.4g}{noise} {figure['unit']}"
 
 
-def goal_of(figure: dict[str, Any]) -> str:
+def goal_in_words(figure: dict[str, Any]) -> str:
     return "" if figure["goal"] is None else f"at most {figure['goal']:g}"
 
 

@@ -225,8 +225,8 @@ class StepTable:
     sample_rows: slice | Tensor  # int64 [samples of the rank], where they are no slice
 
     @classmethod
-    def of_one_rank(cls, table: RankTable) -> StepTable:
-        """Where there are no others."""
+    def from_one_rank(cls, table: RankTable) -> StepTable:
+        """The table of a step with one rank."""
         num_microbatches, num_samples = len(table.sizes), len(table.samples.mask_sum)
         return cls(table.samples, table, torch.arange(num_microbatches), slice(0, num_samples))
 
@@ -270,7 +270,7 @@ def exchange(
         DataError, PeerError: the ranks that hold a microbatch are not those that should.
     """
     if group is None or ranks_of(group) == 1:
-        distinct = {id(x): StepTable.of_one_rank(x) for x in tables.values()}
+        distinct = {id(x): StepTable.from_one_rank(x) for x in tables.values()}
         return {name: distinct[id(x)] for name, x in tables.items()}
     first, *others = tables
     has_masks_by_term = len({*map(id, tables.values())}) > 1

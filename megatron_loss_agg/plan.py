@@ -37,8 +37,8 @@ from megatron_loss_agg.ids import Ids, hashed
 from megatron_loss_agg.mask_sums import microbatches_from
 from megatron_loss_agg.microbatch import (
     Microbatch,
-    MicrobatchOfTerms,
     MicrobatchShape,
+    TermMicrobatches,
     listed,
     term_microbatch,
 )
@@ -122,7 +122,7 @@ class StepPlan:
     @staticmethod
     def build_terms(
         terms: Mapping[str, Term | LossAggregation],
-        microbatches: Sequence[MicrobatchOfTerms],
+        microbatches: Sequence[TermMicrobatches],
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, StepPlan]:
         """`build` for a loss of several terms, each with a denominator of its own: plans by name.
@@ -429,7 +429,7 @@ def broadcast_plans(
 def _read_tables(
     terms: Mapping[str, Term],
     units: Sequence[Unit],
-    items: Sequence[MicrobatchOfTerms],
+    items: Sequence[TermMicrobatches],
     group: dist.ProcessGroup | None,
     copies: bool,
     is_evaluation: bool,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import counted, goal_of, value_of
+from benchmarks.results import counted, goal_in_words, value_in_words
 
 PAGE = Path(__file__).parents[1] / "gpu.md"
 RESULTS = "## Results\n"
@@ -43,7 +43,7 @@ def _results(parts: PartResults, dry: bool) -> Iterator[str]:
     yield "\n| measured | where | figure | goal | |\n|---|---|---|---|---|"
     for part in parts.values():
         for f in part["figures"]:
-            yield _row(f["what"], f["where"], value_of(f), goal_of(f), f["verdict"])
+            yield _row(f["what"], f["where"], value_in_words(f), goal_in_words(f), f["verdict"])
     for kind in ("failed", "could_not_run", "facts"):
         rows = [row for part in parts.values() for row in part.get(kind, [])]
         if rows:

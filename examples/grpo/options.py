@@ -30,7 +30,7 @@ _MIN_VALUES = {
 }
 
 
-def _flag_of(name: str) -> str:
+def _as_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -89,7 +89,7 @@ class Options:
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"{_flag_of(name)} {getattr(self, name)}; expected {expected}")
+            raise ValueError(f"{_as_flag(name)} {getattr(self, name)}; expected {expected}")
 
     def training(self) -> dict[str, Any]:
         """The flags that a run's numbers depend on."""
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for entry in fields(Options):
-        flag, text = _flag_of(entry.name), entry.metadata["help"]
+        flag, text = _as_flag(entry.name), entry.metadata["help"]
         if isinstance(entry.default, bool):
             parser.add_argument(flag, action="store_true", help=text)
         else:

@@ -15,15 +15,15 @@ from megatron_loss_agg.mcore.packs import OFFSET_KEYS, pack_offsets
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Microbatch,
-    MicrobatchOfTerms,
+    TermMicrobatches,
     holds_integers,
 )
 from megatron_loss_agg.tensors import described
 
 _T = TypeVar("_T")
-ReadBatch = Callable[[Any], MicrobatchOfTerms]
+ReadBatch = Callable[[Any], TermMicrobatches]
 """One batch -> its microbatch."""
-ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
+ReadStep = Callable[[Any, int], Sequence[TermMicrobatches]]
 """The schedule's data iterator and number of microbatches -> all microbatches of the call."""
 
 HOW_TO_READ = (
@@ -130,8 +130,8 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         raise DataError(
-            f"a batch must be a mapping with the tensor 'loss_mask', got {keys_of(batch)}. Add that key "
-            "(a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
+            f"a batch must be a mapping with the tensor 'loss_mask', got {batch_keys(batch)}. Add that "
+            "key (a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
             f"{HOW_TO_READ}."
         )
     whole_mask = batch["loss_mask"]
@@ -152,20 +152,21 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     mask = whole_mask
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
-    inputs = model_inputs_of(batch, mask)
+    inputs = model_inputs_in(batch, mask)
     microbatch = Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
     missing = [f"{unit}_ids" for unit in units if microbatch.ids_of(unit) is None]
     if missing and microbatch.num_samples:
         raise DataError(
             f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
-            f"{keys_of(batch)}. Add that key (for Megatron's --sft: --loss-aggregation-sft-prompt-field "
-            "FIELD gives prompt_ids), or choose another mode or levels (--loss-aggregation, "
-            "--loss-aggregation-levels)."
+            f"{batch_keys(batch)}. Add that key (for Megatron's --sft: "
+            "--loss-aggregation-sft-prompt-field FIELD gives prompt_ids), or choose another mode or "
+            "levels (--loss-aggregation, --loss-aggregation-levels)."
         )
     return microbatch
 
 
-def keys_of(batch: Any) -> str:
+def batch_keys(batch: Any) -> str:
+    """The keys of a batch in words; its type if it is not a mapping."""
     return str(sorted(map(str, batch))) if isinstance(batch, Mapping) else type(batch).__name__
 
 
@@ -191,15 +192,15 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
 
 
 def changed_terms(
-    change: Callable[[Microbatch], Microbatch], microbatch: MicrobatchOfTerms
-) -> MicrobatchOfTerms:
+    change: Callable[[Microbatch], Microbatch], microbatch: TermMicrobatches
+) -> TermMicrobatches:
     """``change`` applied to the microbatch, or to that of each term."""
     if isinstance(microbatch, Mapping):
         return {name: change(x) for name, x in microbatch.items()}
     return change(microbatch)
 
 
-def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
+def model_inputs_in(batch: Any, mask: Tensor) -> list[Tensor]:
     """The integer tensors of the batch with an element for each token."""
     if not isinstance(batch, Mapping):
         return []

@@ -241,7 +241,7 @@ def model_chunks(model: Any) -> tuple[Any, ...]:
     return tuple(model) if isinstance(model, list) else (model,)
 
 
-def defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
+def default_arguments(schedule: Callable[..., Any]) -> dict[str, Any]:
     """The default values of the arguments of ``schedule``."""
     # A signature includes what a `functools.partial` has bound.
     parameters = inspect.signature(schedule).parameters.values()

@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import AggregationError, DataError, HostError
-from megatron_loss_agg.mcore.batches import changed_terms, is_by_sample, keys_of
+from megatron_loss_agg.mcore.batches import batch_keys, changed_terms, is_by_sample
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms
+from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, TermMicrobatches
 
 _T = TypeVar("_T")
 
 
-def batches_of(call: Call, item: Any) -> Sequence[Any]:
+def batches_on_rank(call: Call, item: Any) -> Sequence[Any]:
     """The batches of this rank in the item that hybrid context parallelism draws for a step."""
     assert call.groups.dp_cp is not None
     return dealt_batches(item, dist.get_rank(call.groups.dp_cp))
 
 
-def with_cp_size(microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:
+def with_cp_size(microbatch: TermMicrobatches, batch: Any) -> TermMicrobatches:
     """``microbatch`` with the number of ranks that share it.
 
     Raises:
@@ -42,7 +42,7 @@ def with_cp_size(microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms
         if size is None:
             raise DataError(
                 "a batch under dynamic context parallelism must have the key 'local_cp_size', as those "
-                f"of Megatron's schedulers have, got {keys_of(batch)}. Add it, or let the reader of "
+                f"of Megatron's schedulers have, got {batch_keys(batch)}. Add it, or let the reader of "
                 "batches give Microbatch(local_cp_size=)."
             )
         fields: dict[str, Any] = {"local_cp_size": int(size)}

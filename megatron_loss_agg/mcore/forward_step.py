@@ -94,13 +94,13 @@ def _stock_losses(
     if mask is None:
         raise HostError(
             "a forward step must return functools.partial(loss_func, loss_mask) with a parameter named "
-            f"loss_mask, or a TokenLoss, got {name_of(loss_function)}. Bind the mask, or return "
+            f"loss_mask, or a TokenLoss, got {function_name(loss_function)}. Bind the mask, or return "
             "megatron_loss_agg.mcore.TokenLoss."
         )
     if len(names) > 1:
         raise HostError(
             f"a loss of the terms {sorted(names)} must be a TokenLoss, whose losses are a mapping of "
-            f"them, got {name_of(loss_function)}. Return TokenLoss; for Megatron's distillation "
+            f"them, got {function_name(loss_function)}. Return TokenLoss; for Megatron's distillation "
             "add the extension of examples/extensions/distillation.py."
         )
     # The hook's sum saves the output for the backward pass: a function that writes into it would
@@ -111,13 +111,13 @@ def _stock_losses(
     if _version(output) != version:
         raise HostError(
             f"a loss function must not write into the model's losses, whose gradients the hook takes "
-            f"as they were, and {name_of(loss_function)} does. Make a new tensor (losses = losses * x), "
-            "or return a TokenLoss."
+            f"as they were, and {function_name(loss_function)} does. Make a new tensor (losses = losses "
+            "* x), or return a TokenLoss."
         )
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise HostError(
             "a loss function must return (loss, report) or (loss, number of tokens, report), got "
-            f"{results_in_words(returned)}. Change {name_of(loss_function)}."
+            f"{results_in_words(returned)}. Change {function_name(loss_function)}."
         )
     check_one_loss_per_token(output, mask, "the model's output")
     terms = {names[0]: TermLosses(output, constant_mask(mask))}
@@ -180,7 +180,7 @@ def bound_mask(loss_function: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) else None
 
 
-def function_of(loss_function: Any) -> object:
+def function_key(loss_function: Any) -> object:
     """The code of a loss function, or its type: a key that is equal for equal functions.
 
     Scripts make a new function, or `functools.partial`, for every microbatch.
@@ -190,10 +190,10 @@ def function_of(loss_function: Any) -> object:
     return getattr(loss_function, "__code__", type(loss_function))
 
 
-def name_of(loss_function: Any) -> str:
+def function_name(loss_function: Any) -> str:
     """A readable name, without the tensors that a `functools.partial` binds."""
     if isinstance(loss_function, functools.partial):
-        return f"partial({name_of(loss_function.func)})"
+        return f"partial({function_name(loss_function.func)})"
     return getattr(loss_function, "__qualname__", type(loss_function).__qualname__)
 
 

@@ -19,17 +19,17 @@ from megatron_loss_agg.collectives import any_rank
 from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import ReadBatch, ReadStep, read_batch, reader_for
-from megatron_loss_agg.mcore.call import Call, defaults_of, original
+from megatron_loss_agg.mcore.call import Call, default_arguments, original
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.first_lines import audit_lines
-from megatron_loss_agg.mcore.forward_step import name_of
+from megatron_loss_agg.mcore.forward_step import function_name
 from megatron_loss_agg.mcore.parts.modes import ModeReports, also_aggregations
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
 from megatron_loss_agg.mcore.split import SPLITS
 from megatron_loss_agg.mcore.step import Step, Verified
 from megatron_loss_agg.mcore.token_loss import hooks
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
+from megatron_loss_agg.microbatch import TermMicrobatches, listed
 
 _HOOK = "loss_hook"
 """Attribute of a hooked schedule: its `LossHook`."""
@@ -168,7 +168,7 @@ class LossHook:
         """
         schedule = original(forward_backward)
         _check_schedule(schedule)
-        defaults = defaults_of(schedule)
+        defaults = default_arguments(schedule)
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
@@ -187,7 +187,7 @@ class LossHook:
         return wrapped
 
     @contextlib.contextmanager
-    def step(self, microbatches: Sequence[MicrobatchOfTerms]) -> Iterator[None]:
+    def step(self, microbatches: Sequence[TermMicrobatches]) -> Iterator[None]:
         """Make several forward-backward calls one optimizer step:
 
             with hook.step(microbatches):
@@ -287,7 +287,7 @@ def _check_schedule(schedule: Callable[..., Any]) -> None:
     if "forward_step_func" not in parameters and not takes_any:
         raise HostError(
             "hook.wrap must get a schedule, which takes forward_step_func, got "
-            f"{name_of(schedule)}. Call it: hook.wrap(get_forward_backward_func())."
+            f"{function_name(schedule)}. Call it: hook.wrap(get_forward_backward_func())."
         )
 
 

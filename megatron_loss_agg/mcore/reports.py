@@ -86,10 +86,10 @@ def report_pair(
 
 def aggregated_pair(call: Call, plan: StepPlan, part: Tensor) -> Tensor:
     """[2]: a part of the aggregated loss of the call."""
-    return report_pair(call, plan, part, denominator_of(plan))
+    return report_pair(call, plan, part, report_denominator(plan))
 
 
-def denominator_of(plan: StepPlan) -> float:
+def report_denominator(plan: StepPlan) -> float:
     """The denominator of the aggregation, over one whole call of the schedule.
 
     ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones

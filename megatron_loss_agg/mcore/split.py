@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SPLITS = ("zigzag", "zigzag_pack", "contiguous")
 
 
-def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> CPLayout:
+def rank_layout(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> CPLayout:
     """The positions of a microbatch's last axis that this rank holds."""
     length = shape.mask[-1]
     if split == "contiguous":
@@ -157,7 +157,7 @@ def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
     values = values.reshape(expected)
     if cp.size == 1:
         return values
-    layout = layout_of(shape, call.split, cp.size, cp.rank)
+    layout = rank_layout(shape, call.split, cp.size, cp.rank)
     return layout.unshard(values, call.groups.cp_group(cp.size))
 
 
@@ -171,7 +171,7 @@ def sums_by_sequence(
 ) -> Tensor:
     """``sum m_t x_t`` over each sequence, [sequences], over all ranks of ``group``; None: this rank.
 
-    Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
+    Values where the mask is 0 are ignored, even NaN. Summed in fp64; the result is at least fp32.
     """
     check_local_mask(mask, shape, cp.size, is_whole=False)
     products = values.double().reshape(-1).masked_fill(mask.reshape(-1) == 0, 0) * mask.reshape(-1)

@@ -36,12 +36,12 @@ from megatron_loss_agg.mcore.checks.loss_function import (
 from megatron_loss_agg.mcore.checks.memory import DrawnTensors
 from megatron_loss_agg.mcore.checks.sums import TermSums, check_sums, note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes, check_split, dependent_microbatches
-from megatron_loss_agg.mcore.dynamic_cp import batches_of, read_now, with_cp_size
+from megatron_loss_agg.mcore.dynamic_cp import batches_on_rank, read_now, with_cp_size
 from megatron_loss_agg.mcore.first_lines import print_first_lines
 from megatron_loss_agg.mcore.forward_step import (
     ScriptLosses,
     check_has_gradient,
-    function_of,
+    function_key,
     merged_reports,
     script_losses,
 )
@@ -50,7 +50,7 @@ from megatron_loss_agg.mcore.prefetch import Prefetch, fetch_ahead
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
 from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
+from megatron_loss_agg.microbatch import TermMicrobatches, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -115,7 +115,7 @@ class Step:
             one call, and its batches come from the data iterator.
     """
 
-    def __init__(self, hook: LossHook, microbatches: list[MicrobatchOfTerms] | None = None) -> None:
+    def __init__(self, hook: LossHook, microbatches: list[TermMicrobatches] | None = None) -> None:
         self.hook = hook
         self.microbatches = microbatches
         self.num_taken = 0  # microbatches of the calls so far
@@ -238,7 +238,7 @@ class Step:
         groups = call.groups
         must_have_tokens = call.trains and self.hook.empty_step == "error"
         self.iterator = call.data_iterator
-        read: Callable[[], list[MicrobatchOfTerms]] = functools.partial(self._read, call)
+        read: Callable[[], list[TermMicrobatches]] = functools.partial(self._read, call)
         if groups.dp_cp is not None and groups.reads_data:
             # Under dynamic context parallelism the loader communicates. If it fails on this rank, the
             # others wait in its collective, not in one of ours.
@@ -275,7 +275,7 @@ class Step:
                 )
         return plans
 
-    def _read(self, call: Call) -> list[MicrobatchOfTerms]:
+    def _read(self, call: Call) -> list[TermMicrobatches]:
         """The microbatches of the step, on a rank that reads data."""
         read_step, number = self.hook.read_step, call.scale.num_microbatches
         if self.microbatches is not None:
@@ -294,9 +294,9 @@ class Step:
                 self.tokens.note_batch(i, microbatch)
         return microbatches if call.trains else with_dataset_ids(call.terms, microbatches)
 
-    def _draw(self, call: Call, number: int) -> list[MicrobatchOfTerms]:
+    def _draw(self, call: Call, number: int) -> list[TermMicrobatches]:
         """The microbatches of the batches that the call's forward steps will take."""
-        microbatches: list[MicrobatchOfTerms] = []
+        microbatches: list[TermMicrobatches] = []
         if self.is_first:
             tensors = DrawnTensors()
         # Under hybrid context parallelism one item holds the samples of the whole step.
@@ -304,7 +304,7 @@ class Step:
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
         for _ in range(num_items):
             item = drawn.draw()
-            for batch in batches_of(call, item) if call.draws_samples else [item]:
+            for batch in batches_on_rank(call, item) if call.draws_samples else [item]:
                 microbatch = self.hook.read_batch(batch)
                 if call.groups.dp_cp is not None:
                     microbatch = with_cp_size(microbatch, batch)
@@ -351,7 +351,7 @@ class Step:
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
-                return script_forward_step(*args, **kwargs)  # this chunk computes no loss
+                return script_forward_step(*args, **kwargs)  # the last chunk alone computes a loss
             # The schedules take microbatches in order. The index is that in the step, not in the call.
             i = self.num_forward_steps
             self.num_forward_steps += 1
@@ -379,7 +379,7 @@ class Step:
         return reports
 
     def _note(self, microbatch: MicrobatchLoss, script: ScriptLosses, output: Any) -> None:
-        """Note the sums that are compared after the step."""
+        """Note the sums for the comparison after the step; check that the loss has a gradient."""
         call, plans, i = microbatch.call, microbatch.plans, microbatch.i
         if script.is_gathered:
             self.gathered.add(i)
@@ -395,6 +395,7 @@ class Step:
             for name, term in script.terms.items()
         ]
         if call.trains and torch.is_grad_enabled():
+            # Now, since the backward pass would fail without a word about the cause.
             check_has_gradient(microbatch.total, output)
 
     def _use_stock_loss(
@@ -402,7 +403,7 @@ class Step:
     ) -> None:
         """Correct the report ``lm loss``, and note the loss if its function is not verified yet."""
         # A function may compute more in training than in an evaluation.
-        function = microbatch.call.trains, function_of(loss_function)
+        function = microbatch.call.trains, function_key(loss_function)
         is_verified = function in self.hook.verified.loss_functions
         stock_loss = microbatch.stock_loss
         if "lm loss" in microbatch.reports:

@@ -27,7 +27,7 @@ _ROUNDING = 16
 class StockLoss(NamedTuple):
     """The result of a stock loss function, compared with the masked sum; on its device."""
 
-    function: object  # its key, see `function_of`
+    function: object  # its key, see `function_key`
     fits: Tensor  # bool
     shows_factors: Tensor  # bool: a wrong factor would not fit
     loss: Tensor

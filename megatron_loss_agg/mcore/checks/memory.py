@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, term_microbatches
+from megatron_loss_agg.microbatch import TermMicrobatches, term_microbatches
 
 
 class DrawnTensors:
@@ -15,7 +15,7 @@ class DrawnTensors:
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def note(self, microbatch: MicrobatchOfTerms) -> None:
+    def note(self, microbatch: TermMicrobatches) -> None:
         tensors = [x for term in term_microbatches(microbatch) for x in term.tensors()]
         self._pairs += [(x, _bytes(x)) for x in tensors]
 

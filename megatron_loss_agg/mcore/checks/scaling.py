@@ -58,7 +58,7 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
     Raises:
         HostError: they differ from the planned ones, or cannot be measured.
     """
-    wrap = wrapper_of(call)
+    wrap = model_wrapper(call)
     if wrap is None:
         if trust_unmeasured:
             return None
@@ -180,7 +180,7 @@ def _data_groups(call: Call) -> _Groups:
     return call.groups.dp, call.groups.cp
 
 
-def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
+def model_wrapper(call: Call) -> Callable[[Any, Any], Any] | None:
     """(configuration, tiny model) -> the tiny model, wrapped as the run's is; None if unknown."""
     from megatron.core import distributed
 

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import broadcast_result, gather_objects
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
+from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_in
 from megatron_loss_agg.mcore.call import Call, innermost, replaced
 from megatron_loss_agg.mcore.checks.before import check_logits_are_split
 from megatron_loss_agg.mcore.checks.sums import other_batches
-from megatron_loss_agg.mcore.split import SPLITS, is_by_token, layout_of
+from megatron_loss_agg.mcore.split import SPLITS, is_by_token, rank_layout
 from megatron_loss_agg.microbatch import (
     Microbatch,
-    MicrobatchOfTerms,
     MicrobatchShape,
+    TermMicrobatches,
     holds_integers,
     term_microbatches,
 )
@@ -51,7 +51,7 @@ class TokenNotes:
         # The model's inputs by microbatch; None: it was not called.
         self._inputs: dict[int, Sequence[Tensor] | None] = {}
 
-    def note_batch(self, i: int, microbatch: MicrobatchOfTerms, batch: Any = None) -> None:
+    def note_batch(self, i: int, microbatch: TermMicrobatches, batch: Any = None) -> None:
         """Copy the tokens of microbatch ``i``, once.
 
         Args:
@@ -233,9 +233,9 @@ class _WholeTokens(NamedTuple):
     is_real: Tensor  # not padding; in the shape of the mask
 
     @classmethod
-    def of(cls, microbatch: MicrobatchOfTerms, batch: Any) -> _WholeTokens:
+    def of(cls, microbatch: TermMicrobatches, batch: Any) -> _WholeTokens:
         tokens = _token_microbatch(microbatch)
-        inputs = tokens.model_inputs or model_inputs_of(batch, tokens.loss_mask)
+        inputs = tokens.model_inputs or model_inputs_in(batch, tokens.loss_mask)
         if not is_by_token(tokens.shape):
             inputs = ()
         distinctive = [x for x in inputs if not _are_equal(x) and not _are_positions(x)]
@@ -243,7 +243,7 @@ class _WholeTokens(NamedTuple):
         return cls(copies, tokens.shape, _is_real(tokens))
 
 
-def _token_microbatch(microbatch: MicrobatchOfTerms) -> Microbatch:
+def _token_microbatch(microbatch: TermMicrobatches) -> Microbatch:
     """The microbatch of the term that shows most about the split, as `token_shape` chooses it.
 
     For losses by sample, the microbatch of its sequences.
@@ -412,7 +412,7 @@ def _fits(call: Call, tokens: _WholeTokens, on_rank: Sequence[Tensor], split: st
     shape = tokens.shape
     try:
         cp = call.groups.cp_rank_in(shape)
-        layout = layout_of(shape, split, cp.size, cp.rank)
+        layout = rank_layout(shape, split, cp.size, cp.rank)
     except DataError:  # the length cannot be split in this way
         return False
     is_padding = ~layout.shard(tokens.is_real)

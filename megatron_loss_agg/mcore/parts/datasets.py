@@ -28,9 +28,9 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import changed_terms
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.reports import MicrobatchLoss, denominator_of, report_pair
+from megatron_loss_agg.mcore.reports import MicrobatchLoss, report_denominator, report_pair
 from megatron_loss_agg.mcore.split import sums_of_samples
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, term_microbatches
+from megatron_loss_agg.microbatch import Microbatch, TermMicrobatches, term_microbatches
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
@@ -98,7 +98,7 @@ class DatasetReports(Extension):
         """Report ``sum w_t loss_t`` over the tokens of each data set; for a mean, over its divisor."""
         call, plan = microbatch.call, microbatch.plans[name]
         divisors = self._divisors[call.trains]
-        denominator = 1.0 if label == "lm" else denominator_of(plan)
+        denominator = 1.0 if label == "lm" else report_denominator(plan)
         ids = sorted(self._first_step) if call.trains else _datasets(divisors)
         for d, part in _sums_on_rank(microbatch, ids, name, weights).items():
             divisor = divisors[label].get(d, 0.0) if is_mean else 1.0
@@ -184,8 +184,8 @@ def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:
 
 
 def with_dataset_ids(
-    terms: Mapping[str, Term], microbatches: list[MicrobatchOfTerms]
-) -> list[MicrobatchOfTerms]:
+    terms: Mapping[str, Term], microbatches: list[TermMicrobatches]
+) -> list[TermMicrobatches]:
     """The microbatches of an evaluation, with ids of data sets if ``terms`` group by them.
 
     If none has ids, all samples get `NO_DATASET`: validation sets are often read one by one, and then

@@ -34,7 +34,7 @@ from megatron_loss_agg.mcore.checks.before import check_schedule
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.parts.modes import replanned
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, report_pair
-from megatron_loss_agg.mcore.split import layout_of, local_starts
+from megatron_loss_agg.mcore.split import local_starts, rank_layout
 from megatron_loss_agg.microbatch import brought_to_cpu
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
@@ -265,7 +265,7 @@ def _masks_on_rank(call: Call, plan: StepPlan, depths: int) -> dict[int, list[Te
     masks = {}  # copies, since the forward steps may write into those of the batch
     for i, mask in zip(indices, broadcast_result(whole_masks, call.groups.tp), strict=True):
         shape, groups = plan.shapes[i], call.groups
-        layout = layout_of(shape, call.split, groups.cp_size, groups.cp_rank)
+        layout = rank_layout(shape, call.split, groups.cp_size, groups.cp_rank)
         masks[i] = [layout.shard(shifted(mask, shape.starts, d)) for d in range(depths + 1)]
     return masks
 
