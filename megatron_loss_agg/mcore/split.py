@@ -62,7 +62,7 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
             "(--loss-aggregation-split, or LossHook(split=))."
         )
     # A rank holds its tokens in the order of the pack.
-    return torch.searchsorted(microbatch_layout(shape, split, cp_size, cp_rank).index, starts)
+    return torch.searchsorted(rank_layout(shape, split, cp_size, cp_rank).index, starts)
 
 
 class RankSamples(NamedTuple):
