@@ -155,7 +155,8 @@ class RankTable:
         self.sent_microbatches: slice | Tensor = slice(None)
         self.sent_samples: slice | Tensor = slice(None)
         self.has_cp_sizes = any(m.local_cp_size is not None for m in microbatches)
-        if self.has_cp_sizes:
+        has_gids = any(m.gid is not None for m in microbatches)
+        if self.has_cp_sizes or has_gids:  # bad ones are an error before the exchange
             self.sent_microbatches = self.held.is_first
             self.sent_samples = self.held.is_first[self.samples.microbatch]
 
@@ -223,6 +224,7 @@ class StepTable:
     rank_table: RankTable
     microbatch_rows: Tensor  # int64 [microbatches of the rank]
     sample_rows: slice | Tensor  # int64 [samples of the rank], where they are no slice
+    has_shared_microbatches: bool = False  # several ranks hold some microbatch
 
     @classmethod
     def from_one_rank(cls, table: RankTable) -> StepTable:
@@ -314,9 +316,9 @@ def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
     samples = _samples_from(values, table.samples.is_evaluation)
     if columns.has_cp_sizes:
         columns_M = (values[x] for x in ("num_holders", "number", "num_samples"))
-        return StepTable(
-            samples, table, *table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
-        )
+        rows_M, rows_S = table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
+        has_shared = bool((values["num_holders"] > 1).any())
+        return StepTable(samples, table, rows_M, rows_S, has_shared)
     first_M, first_S = (int(x[: table.rank].sum()) for x in (is_microbatch, num_samples_R))
     return StepTable(
         samples,

@@ -181,13 +181,16 @@ def bound_mask(loss_function: Any) -> Tensor | None:
 
 
 def function_key(loss_function: Any) -> object:
-    """The code of a loss function, or its type: a key that is equal for equal functions.
+    """The code of a loss function: a key that is equal for equal functions.
 
-    Scripts make a new function, or `functools.partial`, for every microbatch.
+    Scripts make a new function, or `functools.partial`, for every microbatch. Decorated functions
+    share the code of their decorator, so that of the function inside counts. Objects have no code of
+    their own, and are a key each.
     """
     while isinstance(loss_function, functools.partial):
         loss_function = loss_function.func
-    return getattr(loss_function, "__code__", type(loss_function))
+    loss_function = inspect.unwrap(loss_function)
+    return getattr(loss_function, "__code__", (type(loss_function), id(loss_function)))
 
 
 def function_name(loss_function: Any) -> str:

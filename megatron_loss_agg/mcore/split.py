@@ -138,7 +138,7 @@ def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
         weights = weights_by_length(coefficient_S, mask, None)
     else:
         weights = weights_by_length(coefficient_S, mask, samples.lengths)
-    return weights.view(term.losses.shape)
+    return weights.reshape(term.losses.shape)
 
 
 def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:

@@ -77,7 +77,6 @@ class Verified:
     factor: float | None = None  # the measured gradients as a multiple of the planned ones
     loss_functions: set[object] = field(default_factory=set)  # see `checks.loss_function`
     splits: set[str] | None = None  # those that fit all compared tokens; None before any were
-    has_gathered: bool = False  # some losses were gathered in the order of the split
     printed: set[str] = field(default_factory=set)  # kinds of calls with first lines in the log
     # By model, since Megatron's scaling depends on its data-parallel wrapper; and by `Call.trains`,
     # since an evaluation may have other data and another loss function than training.
@@ -90,15 +89,14 @@ class Verified:
     def add_run(self, call: Call) -> None:
         self._runs.setdefault(call.chunks[0], set()).add(call.trains)
 
-    def split_is_open(self, call: Call, is_declared: bool) -> bool:
-        """Whether the split of tokens over context-parallel ranks is still to be verified.
+    def split_is_open(self, call: Call) -> bool:
+        """Whether the compared tokens fit several splits, or none were compared.
 
-        It is while the compared tokens fit several splits.
+        So it is after a step of padding alone; and under dynamic context parallelism while one rank
+        held each pack.
         """
         if self.splits is None:
-            # No tokens were compared, as in a step of padding alone. A declared split is then trusted,
-            # but not under dynamic context parallelism: each pack may have been on one rank so far.
-            return call.groups.dp_cp is not None or (call.groups.cp_size > 1 and not is_declared)
+            return torch.distributed.get_world_size(call.groups.split_group) > 1
         return len(self.splits) > 1
 
     def split_matters(self, call: Call) -> bool:
@@ -230,8 +228,8 @@ class Step:
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if call.trains and (self.is_first or hook.audit):
             hook.measure_scaling(call, self.is_first)
-        if self.is_first or verified.split_is_open(call, hook.split_is_declared):
-            self.tokens = TokenNotes(self.is_first, verified.splits, verified.has_gathered)
+        if self.is_first or verified.split_is_open(call):
+            self.tokens = TokenNotes(self.is_first, verified.splits)
 
     def _plan(self, call: Call) -> Plans | None:
         """The plans of the step; None on pipeline stages without a loss."""
@@ -312,7 +310,7 @@ class Step:
                     # Copied before the next batch is drawn, perhaps into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
                 if self.is_first:
-                    tensors.note(microbatch)
+                    tensors.note(microbatch, self.hook.units)
                 microbatches.append(microbatch)
         if self.is_first:
             tensors.check_unchanged()
@@ -470,7 +468,6 @@ class Step:
         """Compare the step's notes with its plan."""
         hook, verified = self.hook, self.hook.verified
         if self.tokens is not None or verified.split_matters(call):
-            verified.has_gathered |= bool(self.gathered)
             dependent = dependent_microbatches(call, plans, self.gathered)
             is_declared = hook.split_is_declared
             if self.tokens is not None:

@@ -38,15 +38,13 @@ class TokenNotes:
     """The tokens of one step: of its batches, and of the model's calls.
 
     Args:
-        is_first_step: note every microbatch; otherwise those that depend on an open question alone.
+        is_first_step: note every microbatch; otherwise those alone that differ between the splits.
         splits: those that fit the tokens of all earlier steps; None if none were compared.
-        has_gathered: losses of an earlier step were gathered in the order of the split.
     """
 
-    def __init__(self, is_first_step: bool, splits: set[str] | None, has_gathered: bool) -> None:
+    def __init__(self, is_first_step: bool, splits: set[str] | None) -> None:
         self._is_first_step = is_first_step
         self._splits = splits
-        self._has_gathered = has_gathered
         self._whole: dict[int, _WholeTokens] = {}  # by microbatch; empty on ranks that read none
         # The model's inputs by microbatch; None: it was not called.
         self._inputs: dict[int, Sequence[Tensor] | None] = {}
@@ -57,7 +55,7 @@ class TokenNotes:
         Args:
             batch: the batch that it was read from; None without one, as in `LossHook.step`.
         """
-        if i not in self._whole and self._is_open_for(_token_microbatch(microbatch).cu_seqlens):
+        if i not in self._whole and self._is_open_for(_token_microbatch(microbatch).shape):
             self._whole[i] = _WholeTokens.of(microbatch, batch)
 
     def may_differ(self, call: Call, plans: Mapping[str, StepPlan]) -> bool:
@@ -67,21 +65,22 @@ class TokenNotes:
         """
         if self._is_first_step:
             return True
-        # Under dynamic context parallelism each rank has other microbatches: asked of the whole step.
-        if call.groups.dp_cp is not None:
-            has_packs = any(x.counts.all_samples > x.counts.microbatches for x in plans.values())
-            return self._has_gathered or has_packs
+        if call.groups.dp_cp is not None:  # each rank has other microbatches
+            return any(plan.has_shared_microbatches for plan in plans.values())
         microbatches = range(len(plan_of_first_term(plans).sizes))
-        return any(self._is_open_for(token_shape(plans, i).starts) for i in microbatches)
+        return any(self._is_open_for(token_shape(plans, i)) for i in microbatches)
 
-    def _is_open_for(self, offsets: Tensor | None) -> bool:
-        """Whether a microbatch with these offsets may have wrong weights under an open split."""
+    def _is_open_for(self, shape: MicrobatchShape) -> bool:
+        """Whether the splits that are left differ in a rank's tokens of such a microbatch."""
         if self._is_first_step:
             return True
-        # Rows are the same under both kinds of zigzag; a pack with a tail of padding is not.
-        if offsets is None:
-            return self._has_gathered and "contiguous" in (self._splits or SPLITS)
-        return self._has_gathered or len(offsets) > 2
+        if shape.local_cp_size is not None:
+            return shape.local_cp_size > 1
+        if "contiguous" in (self._splits or SPLITS):
+            return True
+        # Both kinds of zigzag are one for a lone sequence that no padding follows, as for rows.
+        starts = shape.starts
+        return starts is not None and (len(starts) > 2 or int(starts[-1]) != shape.mask[-1])
 
     @contextlib.contextmanager
     def observing(self, call: Call, plans: Mapping[str, StepPlan], i: int) -> Iterator[None]:
