@@ -310,7 +310,7 @@ class Step:
                     # Copied before the next batch is drawn, perhaps into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
                 if self.is_first:
-                    tensors.note(microbatch, self.hook.units)
+                    tensors.note(microbatch)
                 microbatches.append(microbatch)
         if self.is_first:
             tensors.check_unchanged()

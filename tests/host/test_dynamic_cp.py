@@ -574,6 +574,24 @@ def test_a_split_is_compared_in_the_first_step_that_shows_it() -> None:
         assert "must be split over context-parallel ranks as declared, zigzag" in str(error)
 
 
+PAIR = ({(0, 2): (0,), (2, 2): (4,)},)
+
+
+def gather_later(expected: Expected) -> None:
+    """Packs of one sample each, which ranks first share, and gather the losses of, in a later step."""
+    model = build({}, "dynamic_context_parallel")
+    ((mode, _, gradient, *_),) = expected
+    hook = LossHook(aggregation(mode))
+    gpt.run_step(hook, model, dynamic_packs(ALONE), forward_step_func=packed_step, **PACKED)
+    options = {**PACKED, "num_microbatches": 1, "forward_step_func": gathering_step}
+    gpt.run_step(hook, model, dynamic_packs(PAIR), **options)
+    assert gradients.error(model, gradient) < EXACT
+
+
+def test_a_split_that_is_first_shown_by_gathered_losses_is_exact(reference: Reference) -> None:
+    run_host_ranks(gather_later, 4, expected_of(reference, [("sample_mean", (((0, 4),),))]))
+
+
 def evaluate_terms() -> str | None:
     """Half of the ranks that hold a pack evaluate one term of two."""
     model = build({}, "dynamic_context_parallel")

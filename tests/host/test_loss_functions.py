@@ -49,6 +49,27 @@ def wrapped(*args: Any, **kwargs: Any) -> Any:
     return plain(*args, **kwargs)
 
 
+def decorated(function: Any) -> Any:
+    """All functions that it makes have the same code."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Divided:
+    """A loss function by its type, the same for every divisor."""
+
+    def __init__(self, divisor: float) -> None:
+        self.divisor = divisor
+
+    def __call__(self, loss_mask: Tensor, output: Tensor) -> Any:
+        loss, *others = gpt.stock_loss_func(loss_mask, output)
+        return (loss / self.divisor, *others)
+
+
 def with_a_term(function: Any, loss_mask: Tensor, output: Tensor) -> Any:
     """Of a hundredth of what the sizes of the losses add up to, or of their mean."""
     loss, *rest = function(loss_mask, output)
@@ -105,6 +126,11 @@ def transposed(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
     return stock(losses.T, mask.T.contiguous())
 
 
+def in_columns(losses: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+    """A mask whose memory is [seq, samples], beside flat losses."""
+    return losses, TokenLoss(Tensor.flatten, mask.T.contiguous().T)
+
+
 ALL = tuple(range(10))  # samples: of enough tokens for a rounding error
 # Of 529 active tokens: bf16 counts to 256 one by one, uint8 to 255.
 MANY = (0, 8, 4) * 11 + (3,)
@@ -126,6 +152,7 @@ FUNCTIONS: dict[str, Form] = {
     "keyword": lambda losses, mask: (losses, partial(keyword, loss_mask=mask)),
     "wrapped": bound(wrapped),
     "flat losses": with_losses(Tensor.flatten),
+    "a mask in columns": in_columns,
 }
 CANCELLING: dict[str, Form] = {
     f"{x.__name__} of losses that cancel": centred(bound(x)) for x in (plain, mean, counted)
@@ -235,6 +262,19 @@ FUNCTIONS_REFUSED = {
     },
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
     "factors of its own after losses of 0": Refusal(NO_SUM, replace(DIVIDED, after=LOSSES_OF_0)),
+    **{
+        f"factors of its own after {name}": Refusal(
+            NO_SUM,
+            two_rows(
+                step=partial(returning, bound(second)),
+                after=two_rows(step=partial(returning, bound(first))),
+            ),
+        )
+        for name, first, second in (
+            ("a function with one decorator", decorated(counted), decorated(divided)),
+            ("an object of one type", Divided(1.0), Divided(7.0)),
+        )
+    },
     "losses changed in place": refused(
         "HostError: a loss function must not write into the model's losses ... partial(in_place) does",
         bound(in_place),

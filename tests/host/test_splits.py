@@ -561,6 +561,18 @@ OF_PARTS = {
             ("packs with a tail", "zigzag_pack", (padded((10, 40), padding=31), LONE)),
         )
     },
+    "gathered rows, contiguous by default, after rows of another kind that fit every split": Refusal(
+        "DataError: microbatch 0 must be split ... as declared, zigzag, got contiguous. Give",
+        dataclasses.replace(
+            steps("contiguous", rows(), script=BLIND), after=steps("contiguous", few_tokens())
+        ),
+        "cp2",
+    ),
+    "another split than declared, after a pack that tells nothing": Refusal(
+        "DataError: microbatch 0 must be split ... as declared, contiguous, got zigzag. Give",
+        steps("zigzag", dummy(), PACK, declared="contiguous"),
+        "cp2",
+    ),
     "gathered rows without tokens of the batch": of_pack(
         "zigzag", UNVERIFIED, rows(), script=BLIND, read_step=read_rows
     ),
