@@ -1,4 +1,4 @@
-"""Prints every figure and whether its goal is met; the exit status is 1 if one is not."""
+"""Prints every figure, and the verdict on its goal; the exit status is 1 if a goal is missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from benchmarks.results import Results, counted, line
 
 PARTS = ("plan", "counts", "loader", "startup", "path", "loss_function", "step")
-"""All but the first two change torch for good; of them the loader is first, since it forks."""
+"""All but the first two change torch for the whole process. The loader precedes the others of these,
+since it forks."""
 
 
 def main() -> int:
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def _processor() -> str:
-    """Ratios, too, differ between processors."""
+    """The processor's name, printed since even ratios differ between processors."""
     capability = torch.backends.cpu.get_cpu_capability()
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []

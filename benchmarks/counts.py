@@ -1,20 +1,21 @@
-"""The work of a microbatch's loss in the hook beside stock Megatron's, by counts.
+"""Counts of the work that the hook adds to a microbatch's loss in stock Megatron.
 
-Unlike times they are the same on every machine. Of a step that is not the first one are counted
+Unlike times, counts are the same on every machine. Counted in a step that is not the first one are
 
 - kernel launches: operations whose result lies on the device, without views, allocations and
   copies from the host. Megatron's own scaling of the loss and the backward pass count, too;
 - uploads: copies from the host to the device;
-- waits: operations for which the host waits for the device, as for a value that it reads;
+- waits: operations for which the host waits for the device, such as reading a value;
 - Python calls: of any Python functions, torch's too, inside the loss function that Megatron calls,
-  without those of the CPU stand-in for a GPU (`mcore/cpu`). Stock's are those of the script's own
-  loss function, which the hook calls, too.
+  without those of the CPU stand-in for a GPU (`mcore/cpu`). Stock Megatron's are those of the
+  script's loss function; the hook calls it, too.
 
-A microbatch is any but the step's first, which does more, once a step; that is a figure beside it.
+A microbatch is any but the first of the step. The first one does more; its excess is a figure of its
+own, once a step.
 
-The device is the one of `tests.device`: tensors in the memory of the CPU that say that they lie on an
-accelerator, so that every branch is that of a GPU. It has no backward pass, whose operations are
-counted on the CPU; there all of them are of tensors that would lie on the device.
+The device is that of `tests.device`: its tensors report an accelerator, and are in the memory of the
+CPU, so that every branch is that of a GPU. It has no backward pass; its operations are counted
+on the CPU, where all of them are on tensors that would be on the device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHAPE = 8, 128
 
 
 def measure(results: Results) -> None:
-    """By layout, in a process of its own: torch cannot take the device back."""
+    """Measure each layout in a new process, since torch cannot take the device back."""
     spawn = multiprocessing.get_context("spawn")
     for layout in LAYOUTS:
         with spawn.Pool(1) as pool:
@@ -68,10 +69,10 @@ def counts_of_steps(layout: str) -> tuple[Counter[str], Counter[str]]:
         works = losses.stock, losses.hooked()
         for work in works:
             work()
-            work()  # not the first step, which has more checks
+            work()  # the first steps have more checks
         counts = Counter(), Counter()
-        for counted in ("calls", "backward", "forward"):
-            losses.count_next(counted)
+        for kind in ("calls", "backward", "forward"):
+            losses.count_next(kind)
             for work, losses.counts in zip(works, counts, strict=True):
                 work()
                 losses.counts["step_waits"] += losses.take_waits()
@@ -79,7 +80,7 @@ def counts_of_steps(layout: str) -> tuple[Counter[str], Counter[str]]:
 
 
 class CountedLosses(Losses):
-    """Steps of losses, of which one kind of work is added to ``counts``.
+    """Steps of losses with one kind of work added to ``counts``.
 
     Names of counts begin with ``first_`` for the step's first microbatch.
     """
@@ -90,11 +91,11 @@ class CountedLosses(Losses):
         self._counted = ""
         self._prefix = ""
 
-    def count_next(self, counted: str) -> None:
+    def count_next(self, kind: str) -> None:
         """Count the ``calls`` or the ``backward`` pass; or the ``forward`` pass, on the device."""
-        self._counted = counted
-        if counted == "forward":
-            device.take()  # for good
+        self._counted = kind
+        if kind == "forward":
+            device.take()  # it cannot be given back
             device.Watch().__enter__()
             self.masks = [x.to(device.DEVICE) for x in self.masks]
             self.leaves = [x.detach().to(device.DEVICE).requires_grad_() for x in self.leaves]
@@ -111,7 +112,7 @@ class CountedLosses(Losses):
         if self._counted == "calls":
             loss_func = CountedCalls(loss_func, self.counts, f"{self._prefix}calls")
         if self._counted == "backward":
-            with Operations():  # for the graph that a device has
+            with Operations():  # so that the graph is that of a device
                 return super().loss(model, output, loss_func, *call)
         before = {name: len(getattr(device, name)) for name in ("launches", "uploads", "waits")}
         loss = super().loss(model, output, loss_func, *call)
@@ -129,7 +130,7 @@ class CountedLosses(Losses):
 
 
 class CountedCalls:
-    """A loss function whose calls of Python functions are added to ``counts[name]``."""
+    """A loss function that adds its calls of Python functions to ``counts[name]``."""
 
     def __init__(self, function: Callable[..., Any], counts: Counter[str], name: str) -> None:
         self._function, self._counts, self._name = function, counts, name

@@ -1,4 +1,4 @@
-"""Steps over a data loader that waits, as one on slow storage does, on the real Megatron-Core."""
+"""Steps over a slow data loader, as with slow storage, on the real Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.megatron import Batch, Training
 from benchmarks.results import Results
 
 NAMES = ("stock", "prefetch", "no prefetch")
-DELAY = 0.5  # of the time that a microbatch computes, for each batch
+DELAY = 0.5  # of a batch, as a share of a microbatch's compute
 ROUNDS = 5
 
 
 def measure(results: Results) -> None:
-    """A loader that waits in the process, for which stock pays; and a worker, where it does not."""
+    """Measure a loader that waits in the process, so that stock Megatron waits; and one in a worker."""
     with megatron.groups():
         from megatron.core import rerun_state_machine as rerun
 
@@ -49,12 +49,12 @@ def measure(results: Results) -> None:
 
 
 class Steps:
-    """Training steps of one kind, over a loader that goes on where the step before left it.
+    """Training steps of one kind, over a loader that goes on from step to step.
 
     Args:
-        name: ``stock``; or the hook, as the flags install it (``prefetch``), or as in a loop that
-            is not Megatron's and has no `Prefetch` (``no prefetch``).
-        workers: processes that the loader draws in, each two batches ahead; 0: none.
+        name: ``stock``; or the hook, as the flags install it (``prefetch``), or as in another loop
+            than Megatron's without a `Prefetch` (``no prefetch``).
+        workers: processes of the loader, each two batches ahead; 0: none.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Steps:
     ) -> None:
         self.name = name
         loader = DataLoader(dataset, batch_size=None)
-        # The stand-in for a GPU refuses workers to a loader that is being made.
+        # Set afterwards, since the stand-in for a GPU makes loaders without workers.
         loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
         self._data = _timed(iter(loader))
         options = {} if name == "stock" else {"prefetch": name == "prefetch"}
         self._training = Training(bool(options), ddp, step, self._data, **options)
 
     def second(self) -> tuple[float, float]:
-        """Wall-clock seconds of the second of two steps, and those in which it waited for a batch.
+        """Wall-clock seconds of the second of two steps, and of its waits for batches.
 
-        Behind a step of the same kind alone batches are drawn ahead.
+        The second, since its batches are drawn ahead behind the first.
         """
         self._training.run()
         begin, waited = time.perf_counter(), self._data.waited
@@ -80,7 +80,7 @@ class Steps:
 
 
 def _timed(loader: Iterator[Batch]) -> Any:
-    """Megatron's own data iterator, as its training loop makes it; counts seconds in ``waited``."""
+    """Megatron's data iterator, as its training loop makes it; counts seconds in ``waited``."""
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     class Timed(RerunDataIterator):
@@ -96,7 +96,7 @@ def _timed(loader: Iterator[Batch]) -> Any:
 
 
 class SlowDataset(Dataset[Batch]):
-    """``batches`` again and again, each of them ``delay`` seconds after it was asked for."""
+    """``batches`` again and again, each with a delay of ``delay`` seconds."""
 
     def __init__(self, batches: list[Batch], delay: float) -> None:
         self._batches = batches

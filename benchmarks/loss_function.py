@@ -1,8 +1,8 @@
 """The cost of a microbatch's loss: the script's function in the hook, and in stock Megatron.
 
-Both are called by Megatron's own schedule code, which also scales what they return. The hook's time
-is that from the schedule's begin to the hook's return, with its checks and reports, and without the
-planning before; its step is not the first one.
+Megatron's schedule code calls both, and scales their losses. The hook's time is that from the
+schedule's begin to the hook's return, with its checks and reports, and without the planning before.
+Its step is not the first one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUMBER = 8
 
 
 def measure(results: Results, gpu: bool = False) -> None:
-    """Every shape in rows and packs, with masks in fp32 as loaders give them; one in bool, too."""
+    """Measure every shape in rows and packs, with masks in fp32 as from loaders; one in bool, too."""
     with megatron.groups(gpu), reruns_disabled():
         for shape in results.shapes.losses:
             for layout in LAYOUTS:
@@ -40,7 +40,7 @@ def measure(results: Results, gpu: bool = False) -> None:
 
 @contextlib.contextmanager
 def reruns_disabled() -> Iterator[None]:
-    """Megatron's default, to repeat rejected microbatches, makes its loss function slower."""
+    """Turn off repeats of rejected microbatches: Megatron's default makes its loss function slower."""
     from megatron.core import rerun_state_machine as rerun
 
     rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.DISABLED)
@@ -63,7 +63,7 @@ def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: tor
     plan_size = PlanSize()
     hooked = step.hooked(extensions=[plan_size])
     hooked()
-    hooked()  # not the first step
+    hooked()  # the first step has more checks
     peaks = []
     for work in (step.stock, hooked):
         with LiveBytes() as counted:
@@ -75,7 +75,7 @@ def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: tor
 
 
 class PlanSize(Extension):
-    """Notes the size of a step's plan as other ranks get it."""
+    """Notes the size of a step's plan as it is sent to other ranks."""
 
     bytes = 0
 
@@ -86,7 +86,7 @@ class PlanSize(Extension):
 
 
 class Losses:
-    """Steps of losses that no model has to compute: those of ``leaves``."""
+    """Steps of losses without a model: the losses are ``leaves``."""
 
     def __init__(
         self, clock: Callable[[], float], batch: Batch, microbatches: int = NUMBER, terms: int = 1
@@ -99,11 +99,11 @@ class Losses:
         self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self.masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        # Scaling is measured where the model's parameters are.
+        # Scaling is measured on the device of the model's parameters, so it needs one.
         self._model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1).cuda()))
 
     def stock(self) -> float:
-        """Seconds of all losses, and of what follows the schedule."""
+        """Seconds of a step's losses in stock Megatron."""
         stock = functools.partial(stock_loss_func, terms=self._terms)
         return self.run(self._schedule, lambda mask: functools.partial(stock, mask))
 
@@ -112,20 +112,20 @@ class Losses:
         names = [f"term {i}" for i in range(self._terms)]
         hook = LossHook(MODE if self._terms == 1 else dict.fromkeys(names, MODE), **options)
 
-        def loss_of(mask: Tensor) -> Any:
+        def make_loss(mask: Tensor) -> Any:
             if self._terms == 1:
                 return functools.partial(stock_loss_func, mask)
             return TokenLoss(lambda output: dict.fromkeys(names, output), mask)
 
-        return functools.partial(self.run, hook.wrap(self._schedule), loss_of)
+        return functools.partial(self.run, hook.wrap(self._schedule), make_loss)
 
-    def run(self, schedule: Callable[..., Any], loss_of: Callable[[Tensor], Any]) -> float:
+    def run(self, schedule: Callable[..., Any], make_loss: Callable[[Tensor], Any]) -> float:
         numbers = iter(range(len(self.masks)))
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
             next(data_iterator)
             i = next(numbers)
-            return model(self.leaves[i]), loss_of(self.masks[i])
+            return model(self.leaves[i]), make_loss(self.masks[i])
 
         schedule(
             forward_step_func=forward_step,
@@ -138,7 +138,7 @@ class Losses:
     def _schedule(
         self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int
     ) -> None:
-        """Microbatch after microbatch, as Megatron's goes without pipelining."""
+        """Microbatch after microbatch, as in Megatron's schedule without pipelining."""
         self._begin = self._clock()
         reports: list[Any] = []
         for leaf in self.leaves:
@@ -149,7 +149,7 @@ class Losses:
     def loss(
         self, model: Any, output: Tensor, loss_func: Any, num_microbatches: int, reports: list[Any]
     ) -> Tensor:
-        """The scaled loss of a microbatch, by Megatron's own code."""
+        """The scaled loss of a microbatch, by Megatron's code."""
         from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
         call = (None, False, num_microbatches, reports, 1, True)
@@ -163,7 +163,7 @@ class Losses:
 def stock_loss_func(
     loss_mask: Tensor, output_tensor: Tensor, terms: int = 1
 ) -> tuple[Tensor, Tensor, Any]:
-    """Megatron's with the checks that its script makes by default, of as many terms."""
+    """Megatron's loss function with its script's default checks, over ``terms`` terms."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     loss, num_tokens, report = megatron.loss_func(loss_mask, output_tensor)

@@ -22,7 +22,7 @@ LIMIT = timedelta(seconds=90)  # of a collective
 
 @contextlib.contextmanager
 def groups(gpu: bool = False) -> Iterator[None]:
-    """Megatron's process groups, over the ranks of the environment; alone, if it names none.
+    """Megatron's process groups over the ranks in the environment; over this one if there are none.
 
     Without ``gpu``, a CPU stands in for one from then on.
     """
@@ -35,7 +35,9 @@ def groups(gpu: bool = False) -> Iterator[None]:
         cpu.enable()
     from megatron.core import parallel_state, tensor_parallel
 
-    port = int(os.environ.get("STORE_PORT", 0))  # of the store of whoever started the ranks
+    port = int(
+        os.environ.get("STORE_PORT", 0)
+    )  # of the store in the process that started the ranks
     store = dist.TCPStore("127.0.0.1", port, is_master=not port, timeout=LIMIT)
     backend = "nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
@@ -50,7 +52,7 @@ def groups(gpu: bool = False) -> Iterator[None]:
 
 
 def divide(cp: int = 1) -> None:
-    """Make groups of ``cp`` context-parallel ranks, and of all others data-parallel ones."""
+    """Make process groups of ``cp`` context-parallel ranks; the others are data-parallel."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -62,7 +64,7 @@ def divide(cp: int = 1) -> None:
 def build(gpt: Gpt, length: int, bf16: bool = False) -> Any:
     """A GPT in Megatron's DDP, for rows of ``length`` tokens, without kernels that need Apex.
 
-    With ``bf16`` its parameters are that, and its gradients fp32.
+    With ``bf16`` its parameters are in bf16, and its gradients in fp32.
     """
     from megatron.core import distributed
     from megatron.core.models.gpt import GPTModel
@@ -102,7 +104,7 @@ def build(gpt: Gpt, length: int, bf16: bool = False) -> Any:
 
 
 def batches(gpt: Gpt, step: Step) -> list[Batch]:
-    """One for each microbatch, as a data loader gives them; the first part of a row is a prompt."""
+    """A batch for each microbatch, as from a data loader; the first part of a row is a prompt."""
     generator = torch.Generator().manual_seed(SEED)
     shape = step.microbatches, step.rows, step.length
     tokens = torch.randint(gpt.vocabulary, (*shape[:2], step.length + 1), generator=generator)
@@ -120,13 +122,13 @@ def batches(gpt: Gpt, step: Step) -> list[Batch]:
 
 
 class Training:
-    """Steps of one kind over a model that others share.
+    """Steps of one kind, stock or hooked, over a model that both kinds may share.
 
     Args:
         hooked: with the plugin.
-        data: the batches of every step, or an iterator over those of all steps.
-        optimizer: None: gradients alone.
-        options: of the `LossHook`.
+        data: the batches of every step, or an iterator over the batches of all steps.
+        optimizer: None: steps compute gradients alone.
+        options: arguments of the `LossHook`.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Training:
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """The operations of Megatron's own: sum over the mask, number of tokens, report."""
+    """The operations of Megatron's loss function: sum over the mask, number of tokens, report."""
     losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1).float()
     loss = torch.sum(losses * mask)
     num_tokens = mask.sum().clone().detach().to(torch.int)

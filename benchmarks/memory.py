@@ -1,4 +1,4 @@
-"""The most memory that new tensors held at once: an allocation count that works on any device."""
+"""The peak memory of new tensors, counted by their storages on any device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes alive; storages that existed before count from their first use.
-        peak: most of them at once.
+        peak: the maximum of ``now``.
     """
 
     def __init__(self) -> None:

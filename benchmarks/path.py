@@ -1,17 +1,16 @@
-"""The way of one training call through the package, counted as it runs.
+"""The code of the package that an ordinary training call runs, counted by a trace.
 
     python -m benchmarks.path [--show]
 
-A tiny GPT trains on rows on two data-parallel ranks, on the real Megatron-Core; the last of some
-steps is watched on the first rank, an ordinary one. Counted are the functions of the package that
-run (properties, too; no lambdas or generator expressions), their files, their calls, the classes
-whose methods these are, and the moves: calls from one file into another. The stand-in for a GPU is
-left out.
+A tiny GPT trains on rows on two data-parallel ranks, on the real Megatron-Core. The last of several
+steps, an ordinary one, is traced on the first rank. Counted are the functions of the package that
+run (properties, too; no lambdas or generator expressions), their files, their calls, the classes of
+these methods, and the moves: calls from one file into another. The stand-in for a GPU is left out.
 
-Of the entered files also the lines that run, as a share of their code. A line is one that has
-instructions of a function's body: not its ``def`` line, no docstring, nothing at the top level of
-a module or class; a statement over several lines may have several. The rest is code of other runs
-that stands in the way of everybody. ``--show`` lists it by file.
+Counted are also the lines that run, as a share of the code of the entered files. A line is one with
+instructions of a function's body: not its ``def`` line, no docstring, nothing at the top level of a
+module or class; a statement over several lines may count several times. The other lines are code of
+rarer runs that stands in everybody's way. ``--show`` lists them by file.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ PACKAGE = Path(megatron_loss_agg.__file__).parent
 STEP = Step(microbatches=2, rows=2, length=16)
 RANKS = 2
 STEPS_BEFORE = 3
-"""So that the watched one has none of the first step's checks."""
+"""Before the traced step, since the first one has more checks."""
 _OUTSIDE = ""
-"""In place of a file: code that is not the package's."""
+"""Stands for the file of code outside the package."""
 
 
 class Watch:
-    """Follows the calls inside.
+    """Traces calls inside of a context.
 
     Attributes:
-        calls: of each function, by file and name.
-        moves: by pairs of files.
-        classes: their names.
-        lines: those that ran, by file.
+        calls: numbers of calls by file and function.
+        moves: numbers of moves by pair of files.
+        classes: names of classes with a method that ran.
+        lines: the lines that ran, by file.
     """
 
     def __init__(self) -> None:
@@ -76,13 +75,13 @@ class Watch:
         return sorted({file for file, _ in self.calls})
 
     def share_of_lines(self) -> float:
-        """Of the code of all entered files."""
+        """The share of the code of all entered files that ran."""
         code = {file: code_lines(PACKAGE / file) for file in self.files}
         ran = sum(len(self.lines[file] & lines) for file, lines in code.items())
         return ran / sum(map(len, code.values()))
 
     def _enter(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        file = _file_of(frame)
+        file = _package_file(frame)
         if file == _OUTSIDE:
             return None
         if not frame.f_code.co_name.startswith("<"):
@@ -92,7 +91,7 @@ class Watch:
 
     def _follow(self, frame: FrameType, event: str, _argument: object) -> Any:
         if event == "line":
-            self.lines[_file_of(frame)].add(frame.f_lineno)
+            self.lines[_package_file(frame)].add(frame.f_lineno)
         elif event == "return":
             self._files.pop()
         return self._follow
@@ -119,7 +118,7 @@ def code_lines(file: Path) -> set[int]:
 
 
 def _functions(code: CodeType) -> Iterator[CodeType]:
-    """All functions inside, and those inside of them."""
+    """All functions inside, at any depth."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             if constant.co_flags & inspect.CO_OPTIMIZED:  # no class body
@@ -127,7 +126,7 @@ def _functions(code: CodeType) -> Iterator[CodeType]:
             yield from _functions(constant)
 
 
-def _file_of(frame: FrameType) -> str:
+def _package_file(frame: FrameType) -> str:
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(PACKAGE):
         return _OUTSIDE

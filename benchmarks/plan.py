@@ -1,8 +1,8 @@
-"""Planning a step: a rank's own masks, and the exchange of the samples of many ranks.
+"""Planning a step: the masks of one rank, and the exchange of the samples of many ranks.
 
-The exchange is that of one rank of a process group of the stated size, in one process: other ranks'
-parts are the real ones, which were recorded before. So its time is a rank's own work, without the
-network's.
+The exchange is that of one rank of a process group of the stated size, in one process. The parts of
+the other ranks were recorded before, in the same way. So its time is the work of a rank, without the
+network.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def measure(results: Results) -> None:
 
 
 def _weighed(results: Results, samples: int, length: int, layout: str) -> None:
-    """Planning, weights and weighted sums of a step, forward and backward, beside masked means."""
+    """Compare planning, weights and weighted sums, forward and backward, with masked means."""
     batch = microbatch(samples, length, layout)
     mask = batch["loss_mask"]
     losses = [torch.randn(mask.shape).requires_grad_() for _ in range(NUMBER)]
@@ -66,7 +66,7 @@ def _weighed(results: Results, samples: int, length: int, layout: str) -> None:
 
 
 def _exchange(results: Results, samples: int, ranks: int) -> None:
-    with _group_of(ranks) as group:
+    with _fake_group(ranks) as group:
         rows = [_row(_planning(samples, ranks, rank, group)) for rank in range(ranks)]
         exchange = Exchange(rows)
         with _gathering_by(exchange.gather):
@@ -78,7 +78,7 @@ def _exchange(results: Results, samples: int, ranks: int) -> None:
 
 
 def _planning(samples: int, ranks: int, rank: int, group: Any) -> Callable[[], StepPlan]:
-    """Of one rank's samples, by the sums of their masks; prompts have 8 samples."""
+    """Plans one rank's samples, from the sums of their masks; prompts have 8 samples."""
     number = samples // ranks
     sums = (1 + torch.arange(number, dtype=torch.float64)).chunk(NUMBER)
     ids = ((rank * number + torch.arange(number)) // 8).chunk(NUMBER)
@@ -86,8 +86,8 @@ def _planning(samples: int, ranks: int, rank: int, group: Any) -> Callable[[], S
 
 
 @contextlib.contextmanager
-def _group_of(ranks: int) -> Iterator[Any]:
-    """This process as the first rank of a group that has no others."""
+def _fake_group(ranks: int) -> Iterator[Any]:
+    """This process as the first rank of a process group without the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield dist.group.WORLD
@@ -97,7 +97,7 @@ def _group_of(ranks: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _gathering_by(gather: Callable[..., None]) -> Iterator[None]:
-    """Ranks gather by this function, tensors of the CPU."""
+    """Replace the all-gather of CPU tensors by ``gather``."""
     with (
         mock.patch.object(dist, "all_gather_into_tensor", gather),
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo"),
@@ -114,7 +114,7 @@ def _row(planning: Callable[[], StepPlan]) -> list[Tensor]:
     sent: list[Tensor] = []
 
     def gather(output: Tensor, row: Tensor, **_: Any) -> None:
-        """As if all ranks sent the same."""
+        """Record the row, and gather as if all ranks had sent it."""
         if len(sent) < 2:
             sent.append(row.clone())
         if len(sent) == 2:
@@ -130,7 +130,7 @@ class Exchange:
     """Two all-gathers in turn, of recorded rows.
 
     Attributes:
-        sent_bytes: by each rank in both.
+        sent_bytes: bytes that a rank sends in both together.
     """
 
     def __init__(self, rows: list[list[Tensor]]) -> None:
@@ -145,7 +145,7 @@ class Exchange:
 
 
 def _padded(rows: tuple[Tensor, ...]) -> Tensor:
-    """[ranks, n] of rows that ranks pad to the length of the longest."""
+    """[ranks, n]: the rows, padded to the length of the longest, as ranks pad them."""
     padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row

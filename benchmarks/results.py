@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import FULL, GOALS, JUDGED_EVERYWHERE, QUICK
+from benchmarks.shapes import FULL, GOALS, QUICK, QUICK_GOALS
 
 Work = Callable[[], object]
 
 
 class CannotRun(Exception):
-    """A part needs what this machine lacks; the text says what."""
+    """A part needs something that this machine lacks, named in the text."""
 
 
 class Results:
-    """Figures, what could not run and what failed; written at every addition, lest a crash lose it.
+    """Figures, failures, and parts that could not run; written at every addition, in case of a crash.
 
     Args:
-        path: of a JSON file.
-        quick: measure small shapes once, to see that it can be done, and judge no times.
-        clock: seconds; by default of this thread's own CPU.
+        path: the JSON file to write.
+        quick: measure small shapes once, as a trial, and compare no times with goals.
+        clock: a time in seconds; by default this thread's CPU time.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Results:
         self.quick = quick
         self.shapes = QUICK if quick else FULL
         self.clock = clock
-        self.part = ""  # that is being measured
+        self.part = ""  # the part that is being measured
         kinds = ("figures", "failed", "could_not_run", "facts")
         self.rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
         self.path = path
@@ -46,10 +46,10 @@ class Results:
         """Record and print a figure.
 
         Args:
-            goal: in `GOALS`, that it should at most be; empty: none.
-            noise: what a repetition may differ by, at 95 percent.
+            goal: name in `GOALS` of the upper limit; empty: none.
+            noise: the difference between repetitions, at 95 percent.
         """
-        limit = GOALS[goal] if goal and (goal in JUDGED_EVERYWHERE or not self.quick) else None
+        limit = GOALS[goal] if goal and (goal in QUICK_GOALS or not self.quick) else None
         verdict = "" if limit is None else verdict_of(value, limit, noise)
         if not math.isfinite(value):
             return self.fail(what, f"{where}: {value} {unit}")
@@ -63,16 +63,16 @@ class Results:
         self._add("failed", {"what": what, "reason": reason})
 
     def fact(self, what: str, value: str) -> None:
-        """Something about the machine."""
+        """Record a fact about the machine."""
         self._add("facts", {"what": what, "reason": value})
 
     def _add(self, kind: str, row: dict[str, Any]) -> None:
         self.rows[kind].append(row)
         print(line(row) if kind == "figures" else f"{kind}: {row}", flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".new")  # the process may be killed in between
-        beside.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self.path)
+        unfinished = self.path.with_suffix(".new")  # the process may be killed while it writes
+        unfinished.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(self.path)
 
     def rounds(self, number: int) -> int:
         """The number of measurements of a figure that is measured ``number`` times."""
@@ -84,18 +84,21 @@ class Results:
         return self.clock() - begin
 
     def least_seconds(self, functions: Sequence[Work], rounds: int) -> list[float]:
-        """Of rounds in which each runs once: what else the machine does can only add to them."""
+        """The least seconds of each function over some rounds.
+
+        Other work on the machine can only add to a time.
+        """
         for function in functions:
             function()
         taken = [[self.seconds(f) for f in functions] for _ in range(self.rounds(rounds))]
-        return [min(of_one) for of_one in zip(*taken, strict=True)]
+        return [min(seconds) for seconds in zip(*taken, strict=True)]
 
     def ratio(
         self, base: Callable[[], float], other: Callable[[], float], rounds: int
     ) -> tuple[float, float]:
         """Median seconds of ``base``, and median ratio of ``other`` to it; both return seconds.
 
-        They alternate: what else the machine does weighs on both.
+        They alternate, so that other work on the machine slows both. The first rounds do not count.
         """
         pairs = [(base(), other()) for _ in range(3 + self.rounds(rounds))][3:]
         ratios = [ours / theirs for theirs, ours in pairs]
@@ -103,36 +106,38 @@ class Results:
 
 
 def verdict_of(value: float, goal: float, noise: float = 0.0) -> str:
-    """``undecided`` where the goal lies within the noise."""
+    """``met`` or ``missed``; ``undecided`` if the goal lies within the noise."""
     if value + noise <= goal:
         return "met"
     return "undecided" if value - noise <= goal else "missed"
 
 
 def estimate(samples: Sequence[float]) -> tuple[float, float]:
-    """The median, and twice its standard error as for normal noise (sigma = 1.4826 MAD)."""
+    """The median, and twice its standard error under normal noise (sigma = 1.4826 MAD)."""
     middle = statistics.median(samples)
     spread = 1.4826 * statistics.median(abs(x - middle) for x in samples)
     return middle, 2 * 1.2533 * spread / math.sqrt(len(samples))
 
 
 def line(figure: dict[str, Any]) -> str:
-    """For the terminal."""
-    verdict = "" if figure["goal"] is None else f"{goal_of(figure)}: {figure['verdict']}"
-    return f"{figure['what']:34} {figure['where']:44} {value_of(figure):22} {verdict}".rstrip()
+    """A figure as a line for the terminal."""
+    verdict = "" if figure["goal"] is None else f"{goal_in_words(figure)}: {figure['verdict']}"
+    return (
+        f"{figure['what']:34} {figure['where']:44} {value_in_words(figure):22} {verdict}".rstrip()
+    )
 
 
-def value_of(figure: dict[str, Any]) -> str:
+def value_in_words(figure: dict[str, Any]) -> str:
     noise = f" ± {figure['noise']:.2g}" if figure["noise"] else ""
     return f"{figure['value']:.4g}{noise} {figure['unit']}"
 
 
-def goal_of(figure: dict[str, Any]) -> str:
+def goal_in_words(figure: dict[str, Any]) -> str:
     return "" if figure["goal"] is None else f"at most {figure['goal']:g}"
 
 
 def counted(parts: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Goals met, missed and undecided; what failed and could not run."""
+    """The numbers of goals by verdict, of failures, and of parts that could not run."""
     counts = Counter(f["verdict"] for part in parts for f in part["figures"] if f["verdict"])
     for kind in ("failed", "could_not_run"):
         counts[kind] = sum(len(part[kind]) for part in parts)

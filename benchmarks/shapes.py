@@ -12,7 +12,7 @@ from megatron_loss_agg import LossAggregation
 SEED = 1234
 LAYOUTS = ("rows", "packs")
 MODE = LossAggregation(mode="prompt_mean")
-"""Modes differ in one number a sample, so that one mode stands for all."""
+"""One mode for all measurements, since modes differ in one number a sample alone."""
 
 
 class Gpt(NamedTuple):
@@ -23,7 +23,7 @@ class Gpt(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Of one rank: microbatches of so many rows, of so many tokens."""
+    """A step of one rank: the numbers of microbatches, rows of each, and tokens of each row."""
 
     microbatches: int
     rows: int
@@ -31,14 +31,14 @@ class Step(NamedTuple):
 
 
 TINY = Gpt(layers=1, hidden=32, heads=2, vocabulary=64)
-"""Whose steps are so short that what is added to one can be told from the noise."""
+"""Steps of this model are so short that the time that the hook adds exceeds the noise."""
 
 
 class Shapes(NamedTuple):
-    """Pairs are of samples, and tokens of each on average."""
+    """Shapes of the measurements; pairs are numbers of samples, and of tokens of each on average."""
 
     losses: tuple[tuple[int, int], ...] = ((8, 128), (64, 1024), (4096, 64))
-    bool_mask: tuple[int, int] = (64, 1024)  # one of them
+    bool_mask: tuple[int, int] = (64, 1024)  # one of `losses`
     plan: tuple[int, int] = (8192, 64)  # in 8 microbatches
     samples: tuple[int, ...] = (65_536, 1_048_576)  # of a step, on all ranks
     ranks: tuple[int, ...] = (64, 512, 4096)
@@ -53,7 +53,7 @@ class Shapes(NamedTuple):
 
 
 SMALL = 2**14
-"""A microbatch of fewer tokens is small: its time is that of Python."""
+"""A microbatch of fewer tokens is small: most of its time is Python's."""
 
 FULL = Shapes()
 QUICK = Shapes(
@@ -71,49 +71,50 @@ GPU_MODEL = Gpt(layers=24, hidden=1024, heads=16, vocabulary=32000)  # 336 milli
 GPU_WAITS = Gpt(layers=2, hidden=256, heads=4, vocabulary=1024), Step(4, 2, 128)
 
 GOALS = {
-    # Of stock Megatron's loss function, which the hook runs, too: beside it a token's weight is
-    # written and read once, and added up once, as is its mask, for the checks after the step. Small
-    # rows pay for Python alone, packs for an index of every token.
+    # As a multiple of the time of stock Megatron's loss function. The hook runs that function, too.
+    # Beside it a token's weight is written and read once; weights and masks are added up once, for
+    # the checks after the step. Small rows pay for Python alone, packs for an index of every token.
     "rows": 2.7,
     "small_rows": 2.9,
     "packs": 3.5,
-    # Of masked means, forward and backward. Masks are counted in fp64, of packs in a copy.
+    # As a multiple of masked means, forward and backward. Masks are counted in fp64, and those of
+    # packs are copied for it.
     "weighed_rows": 5.0,
     "weighed_packs": 8.0,
     "plan_ms": 5.0,
     "exchange_ms_65536": 40.0,  # of one rank's time, with the samples of 4,096 ranks
     "exchange_ms_1048576": 250.0,
     "handed_on": 33.0,  # bytes a sample
-    "launches_rows": 12,  # added to those of stock Megatron's loss, a microbatch
+    "launches_rows": 12,  # a microbatch, added to those of stock Megatron's loss
     "launches_packs": 20,
     "uploads": 0,  # added, a microbatch
     "waits": 0,
     "calls": 60,  # of Python functions, by the loss function
     "step_waits": 1,
     "entered_files": 16,  # by an ordinary step
-    "rare_lines": 0.55,  # of their code, that it does not run
-    "growth": 1.2,  # of linear growth
+    "rare_lines": 0.55,  # share of their code that it does not run
+    "growth": 1.2,  # as a multiple of linear growth
     "added_ms": 3.3,
-    "step": 0.0035,  # of stock Megatron's step, added to it
-    "slow_loader": 1.02,  # of stock Megatron's step over the same loader
-    "loader_wait": 0.02,  # of a step without delay
-    "import_s": 0.2,  # beyond what it imports
-    "gradient": 2.0,  # of the error of one unsplit process
-    "gpu_step": 1.005,  # of stock Megatron's step
-    "gpu_memory": 1.001,  # of stock Megatron's peak
-    "gpu_waits": 1,  # of the CPU for the GPU, a step, besides stock Megatron's
-    "gpu_waits_of_masks": 2,  # the same where the masks are on the GPU
+    "step": 0.0035,  # added, as a share of stock Megatron's step
+    "slow_loader": 1.02,  # as a multiple of stock Megatron's step over the same loader
+    "loader_wait": 0.02,  # as a share of a step without delay
+    "import_s": 0.2,  # beyond the imports of torch and Megatron
+    "gradient": 2.0,  # as a multiple of the error of one unsplit process
+    "gpu_step": 1.005,  # as a multiple of stock Megatron's step
+    "gpu_memory": 1.001,  # as a multiple of stock Megatron's peak
+    "gpu_waits": 1,  # waits of the CPU for the GPU, a step, added to stock Megatron's
+    "gpu_waits_of_masks": 2,  # the same with masks on the GPU
 }
 COUNTS = ("launches_rows", "launches_packs", "uploads", "waits", "calls", "step_waits")
-JUDGED_EVERYWHERE = ("gradient", *COUNTS)
-"""In small shapes, too, which are run to see that they can be."""
+QUICK_GOALS = ("gradient", *COUNTS)
+"""The goals that do not depend on shapes: compared in a quick run, too."""
 
 
 def microbatch(samples: int, length: int, layout: str) -> dict[str, Tensor]:
-    """A batch as a data loader has it, with the first part of every sample masked, as a prompt is.
+    """A batch as from a data loader, with the first part of every sample masked, as a prompt is.
 
-    ``loss_mask`` is fp32: [samples, length] in rows; [tokens] in packs, which have as many tokens
-    in samples of heavy-tailed length (Pareto, exponent 2).
+    ``loss_mask`` is fp32: [samples, length] in rows; [tokens] in packs, with the same number of
+    tokens in samples of heavy-tailed length (Pareto, exponent 2).
     """
     generator = torch.Generator().manual_seed(SEED)
     lengths = torch.full((samples,), length)
@@ -123,8 +124,8 @@ def microbatch(samples: int, length: int, layout: str) -> dict[str, Tensor]:
         lengths[0] += samples * length - lengths.sum()
     starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     prompt = 0.2 + 0.4 * torch.rand(samples, generator=generator)
-    place = torch.arange(samples * length) - starts[:-1].repeat_interleave(lengths)
-    mask = (place >= (prompt * lengths).repeat_interleave(lengths)).float()
+    position = torch.arange(samples * length) - starts[:-1].repeat_interleave(lengths)
+    mask = (position >= (prompt * lengths).repeat_interleave(lengths)).float()
     ids = {"prompt_ids": torch.arange(samples) // 8}
     if layout == "packs":
         return {"loss_mask": mask, "cu_seqlens": starts.int(), **ids}

@@ -13,15 +13,15 @@ from benchmarks.megatron import Training
 from benchmarks.results import Results
 from megatron_loss_agg.mcore import hook
 
-HOST = "megatron.core, megatron.core.distributed, megatron.core.pipeline_parallel"
+MEGATRON = "megatron.core, megatron.core.distributed, megatron.core.pipeline_parallel"
 TIMED = (
     "import time, {}; begin = time.process_time(); import {}; print(time.process_time() - begin)"
 )
 
 
 def measure(results: Results) -> None:
-    """CPU seconds, the least of several fresh processes; of steps, on the real Megatron."""
-    imports = {"megatron_loss_agg": "torch", "megatron_loss_agg.mcore": f"torch, {HOST}"}
+    """Measure CPU seconds: of imports, the least of several new processes; of steps, on Megatron."""
+    imports = {"megatron_loss_agg": "torch", "megatron_loss_agg.mcore": f"torch, {MEGATRON}"}
     for ours, theirs in imports.items():
         code = TIMED.format(theirs, ours)
         seconds = min(_seconds(code) for _ in range(results.rounds(3)))
@@ -37,16 +37,20 @@ def _seconds(code: str) -> float:
 
 
 def _first_step(results: Results) -> None:
-    """Every hook measures Megatron's scaling before it, and checks more in it than in later ones."""
+    """Measure the first step: it measures Megatron's scaling, and has more checks than later ones."""
     gpt, step = results.shapes.model, results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
-    found: dict[str, list[float]] = {"measuring": [], "first step": [], "second step": []}
+    seconds_by_name: dict[str, list[float]] = {
+        "measuring": [],
+        "first step": [],
+        "second step": [],
+    }
     check_scaling = hook.check_scaling
 
     def timed(*args: Any) -> float | None:
         begin = time.process_time()
         measured = check_scaling(*args)
-        found["measuring"].append(time.process_time() - begin)
+        seconds_by_name["measuring"].append(time.process_time() - begin)
         return measured
 
     for _ in range(results.rounds(3)):
@@ -55,7 +59,7 @@ def _first_step(results: Results) -> None:
             for name in ("first step", "second step"):
                 begin = time.process_time()
                 training.run()
-                found[name].append(time.process_time() - begin)
-    for name, seconds in found.items():
+                seconds_by_name[name].append(time.process_time() - begin)
+    for name, seconds in seconds_by_name.items():
         where = f"GPT {gpt.layers} x {gpt.hidden}, one rank"
         results.add(name, where, 1e3 * min(seconds), "ms")

@@ -18,7 +18,7 @@ GROWTH_TOKENS = 16  # of a sample
 
 
 def measure(results: Results) -> None:
-    """Reading, planning, checks and reports included."""
+    """Measure whole steps, with reading, planning, checks and reports."""
     with megatron.groups():
         _training_steps(results)
         with reruns_disabled():
@@ -27,7 +27,7 @@ def measure(results: Results) -> None:
 
 
 def _training_steps(results: Results) -> None:
-    """Steps as such differ by more than the hook adds; so that is measured where it can be."""
+    """Measure the hook's time on a tiny model: large steps differ by more than the hook adds."""
     gpt, step = results.shapes.model, results.shapes.step
     base, _ = _added(results, gpt, rounds=10)
     _, added = _added(results, TINY, rounds=120)
@@ -38,7 +38,7 @@ def _training_steps(results: Results) -> None:
 
 
 def _added(results: Results, gpt: Gpt, rounds: int) -> tuple[float, float]:
-    """CPU seconds of a stock step, and what the hook adds to it; medians."""
+    """CPU seconds of a stock step, and seconds that the hook adds to it; medians."""
     step = results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
     stock, hooked = (Training(with_hook, ddp, step, data).run for with_hook in (False, True))
@@ -50,14 +50,14 @@ def _added(results: Results, gpt: Gpt, rounds: int) -> tuple[float, float]:
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """Of the whole process's CPU, with its threads."""
+    """CPU seconds of the whole process, with its threads."""
     begin = time.process_time()
     function()
     return time.process_time() - begin
 
 
 def _growth(results: Results, axis: str, numbers: tuple[int, ...]) -> None:
-    """A line; every point of it against the one before."""
+    """Measure a row of sizes, and the growth from each to the next."""
     before = None
     for number in numbers:
         added = _added_to_losses(results, **{**GROWTH_FROM, axis: number})

@@ -1,4 +1,4 @@
-"""Train as `pretrain_gpt.py` does, and write down the losses by length of answer.
+"""Train as `pretrain_gpt.py` does, and record the losses by length of answer.
 
 `compare_modes.sh` starts it once for each mode. Every evaluation of Megatron's loop adds a line to
 ``$COMPARE_MODES_OUTPUT``: the step, and the mean over the tokens of the validation answers of each
@@ -23,7 +23,7 @@ PACKS = 24
 
 
 def losses_by_length(model: list[torch.nn.Module]) -> dict[str, float]:
-    """Of each class, the mean over the tokens of its answers in the first validation packs."""
+    """By class, the mean loss over the tokens of its answers in the first validation packs."""
     args = get_args()
     data = PackedPairs("valid", packs=PACKS, seq_length=args.seq_length, pad_to=2, seed=args.seed)
     sums = {name: [0.0, 0.0] for name in CLASSES}

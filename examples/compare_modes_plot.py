@@ -2,9 +2,9 @@
 
     python examples/compare_modes_plot.py FOLDER [MODE ...]
 
-FOLDER holds a folder for each run. Writes ``loss_by_length.png`` there, of the given modes or of
-all runs, if ``token_mean`` is there. Prints two tables: the share of the gradient of each class of
-answers, and the last losses and the gradient norms of each run.
+FOLDER holds a folder for each run. If ``token_mean`` is among them, writes ``loss_by_length.png``
+there, for the modes on the command line or for all runs. Prints two tables: the share of the
+gradient of each class of answers, and the last losses and the gradient norms of each run.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def losses(run: Path) -> dict[int, dict[str, float]]:
 
 
 def logged(run: Path, pattern: str) -> list[float]:
-    """The numbers that Megatron's log has behind ``pattern``."""
+    """The numbers after ``pattern`` in Megatron's log."""
     values = re.findall(rf"{pattern}: (\S+)", (run / "log.txt").read_text())
     return [float(x) for x in values]
 
 
 def plot_losses(output: Path, runs: Sequence[Path], reference: Path) -> None:
-    """A panel for each class: the loss of every run less that of the reference."""
+    """Draw a panel for each class: the loss of every run less that of the reference."""
     figure = Figure(figsize=(10.0, 3.4), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(CLASSES), sharey=True)
     base = losses(reference)

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/custom_loop.py --cpu      # or without --cpu, on GPUs
 
-A loop as reinforcement learning frameworks have it: it calls Megatron's forward-backward function
-itself, with a loss of its own (here REINFORCE). It proves that the gradient of every step is
-that of the whole step in one process. What the plugin adds is marked with (1) and (2).
+A loop as in reinforcement learning frameworks: it calls Megatron's forward-backward function itself,
+with another loss than Megatron's (here REINFORCE). It proves that the gradient of every step is that
+of the whole step in one process. The lines that the plugin adds are marked with (1) and (2).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def rollouts(step: int) -> Batch:
     response = ((position >= 2) & (position < length)).double()  # after a prompt of two tokens
     return {
         "tokens": torch.randint(0, VOCAB, (number, LENGTH), generator=generator),
-        # The loss of token t + 1 lies at position t.
+        # The loss of token t + 1 is at position t.
         "loss_mask": predicting_mask(response),
         "advantages": torch.randn(number, 1, generator=generator, dtype=torch.float64),
         "prompt_ids": torch.arange(PROMPTS).repeat_interleave(ANSWERS),
@@ -78,9 +78,9 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, To
 
 
 def my_microbatches(whole: Batch) -> list[Batch]:
-    """This rank's: every data-parallel rank has other rows, in microbatches of unequal size."""
+    """This data-parallel rank's rows, in microbatches of unequal size."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = torch.arange(PROMPTS * ANSWERS)[rank::ranks]  # a prompt's answers lie on several ranks
+    rows = torch.arange(PROMPTS * ANSWERS)[rank::ranks]  # a prompt's answers are on several ranks
     cuts = [0, 1, len(rows)]
     return [{k: v[rows[a:b]] for k, v in whole.items()} for a, b in pairwise(cuts)]
 

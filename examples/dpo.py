@@ -7,12 +7,12 @@ A preference loss has one number for each pair of answers, not one for each toke
     loss = -log sigmoid(beta * ((log p_c - log q_c) - (log p_r - log q_r)))
 
 with the log-probabilities of a chosen and a rejected answer under the model, ``p``, and under a
-reference model, ``q``, which is the model as it was before the first step. For the hook a pair is a
-sample with one loss: it reads how many there are (1), and gets a loss function of the sums over whole
-answers, which it makes itself from numbers by token (2), also under context parallelism.
+reference model, ``q``: a copy of the model from before the first step. For the hook a pair is a
+sample with one loss. It reads the number of pairs (1), and gets a loss function of sums over whole
+answers (2). It computes these sums from numbers by token, also under context parallelism.
 ``sample_mean`` is the mean over pairs, ``prompt_mean`` that over prompts. The gradient of every step
-is proved to be that of the whole step in one process. The model, and what surrounds a step, are those
-of custom_loop.py.
+is proved to be that of the whole step in one process. The model, and the code around a step, are
+those of custom_loop.py.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def answers(batch: Batch) -> Batch:
 
 
 def log_probs_of(logits: Tensor, batch: Batch) -> Tensor:
-    """Of the next tokens, [2 * pairs, seq]."""
+    """Log-probabilities of the next tokens, [2 * pairs, seq]."""
     following = answers(batch)["tokens"].roll(-1, dims=1).unsqueeze(-1)
     return logits.log_softmax(-1).gather(-1, following).squeeze(-1)
 
 
 def pair_losses(answer_sums: Tensor, batch: Batch) -> Tensor:
-    """[pairs], from the log-probabilities of whole answers, [2 * pairs]."""
+    """Losses [pairs], from the log-probabilities of whole answers, [2 * pairs]."""
     chosen, rejected = (answer_sums.view(-1, 2) - batch["reference"]).unbind(dim=1)
     return -logsigmoid(BETA * (chosen - rejected))
 
 
 def whole_log_probs(model: Any, batch: Batch) -> Tensor:
-    """Of answers, [2 * pairs], in one process."""
+    """Log-probabilities of whole answers, [2 * pairs], in one process."""
     rows = answers(batch)
     return (log_probs_of(logits_of(model, rows), batch) * rows["loss_mask"]).sum(dim=1)
 
@@ -89,7 +89,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Sa
 
 
 def my_microbatches(whole: Batch) -> list[Batch]:
-    """This rank's: every data-parallel rank has other pairs, in microbatches of unequal size."""
+    """This data-parallel rank's pairs, in microbatches of unequal size."""
     pairs = torch.arange(PAIRS)[dist.get_rank() :: dist.get_world_size()]
     cuts = [0, 1, len(pairs)]
     return [{k: v[pairs[a:b]] for k, v in whole.items()} for a, b in pairwise(cuts)]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout
 
-# Of a pack [1, T]; the other entries of a batch describe its samples.
+# Entries of a batch with a value for each token of the pack, [1, T]; the others describe its samples.
 TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -60,7 +60,7 @@ def get_batch(
 
 
 def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's stock loss: sum over this rank's tokens, their number, and both as a report."""
+    """Megatron's loss: sum over this rank's tokens, their number, and both as a report."""
     mask = loss_mask.view(-1).float()
     loss = (output_tensor.view(-1).float() * mask).sum()
     num_tokens = mask.sum().to(torch.int)
@@ -87,7 +87,7 @@ def forward_step(
 
 
 def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs | None, None]:
-    """Training and validation packs: the same on every rank, Megatron's sampler divides them."""
+    """Training and validation packs: the same on every rank; Megatron's sampler divides them."""
     training, validation, _ = num_samples
     args = get_args()
     shards = 2 * args.context_parallel_size
@@ -102,12 +102,12 @@ def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs 
         longest=args.longest_sample,
     )
     print_rank_0(f"> standard library: {training} training and {validation} validation packs")
-    # Megatron takes no empty data set: with --eval-iters 0 there is none.
+    # None for --eval-iters 0, since Megatron takes no empty data set.
     valid = build("valid", packs=validation) if validation else None
     return build("train", packs=training), valid, None
 
 
-# Ranks beyond the first of a tensor-parallel group read the data themselves, too.
+# All ranks of a tensor-parallel group read the data themselves.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -131,17 +131,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def keep_packaged_helpers() -> None:
-    """Spare an installed megatron-core the call of `make` at its start, which would end the run.
+    """Keep an installed megatron-core from calling `make` at its start, since that would end the run.
 
-    The wheel ships the data set helpers compiled and leaves out their Makefile; a source checkout
-    has it, and compiles.
+    The wheel has the data set helpers compiled, without their Makefile; a source checkout compiles
+    them.
     """
     if not Path(datasets_utils.__file__).with_name("Makefile").exists():
         datasets_utils.compile_helpers = lambda: None
 
 
 def main(**functions: Any) -> None:
-    """Parse the flags and run Megatron's training loop, which gets ``functions``, too."""
+    """Parse the flags, and run Megatron's training loop with ``functions`` as further arguments."""
     keep_packaged_helpers()
     args = parse_and_validate_args(
         extra_args_provider=add_arguments,

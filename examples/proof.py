@@ -1,4 +1,4 @@
-"""Proof by measurement: the gradient of one optimizer step, against the same step in one process.
+"""Proof by measurement: the gradient of one optimizer step, compared with that of one process.
 
     torchrun --nproc-per-node 4 examples/proof.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_loss_agg.mcore import cpu
 
-cpu.enable()  # fp64 everywhere, so on the CPU, also where there is a GPU
+cpu.enable()  # all in fp64, so on the CPU, even if there is a GPU
 
 import reference  # noqa: E402
 import torch  # noqa: E402
@@ -69,7 +69,7 @@ Gradients = dict[str, Tensor]
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's stock loss function, in fp64."""
+    """Megatron's loss function, in fp64."""
     loss = (losses.view(-1) * loss_mask.view(-1)).sum()
     num_tokens = loss_mask.sum().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
@@ -78,7 +78,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: DistributedDataParallel
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """As in `pretrain_gpt.py`, but for the cross entropy, which Megatron computes in fp32."""
+    """As in `pretrain_gpt.py`, but with the cross entropy in fp64; Megatron computes it in fp32."""
     batch = next(data_iterator)
     offsets, longest = batch["cu_seqlens_padded"], int(batch["max_seqlen"])
     layout = CPLayout.thd(offsets, CP_SIZE, parallel_state.get_context_parallel_rank())
@@ -100,7 +100,7 @@ def forward_step(
     return losses, partial(loss_func, mask.double())
 
 
-def host_gradients(
+def megatron_gradients(
     data: PackedPairs, weights: Gradients, mode: str | None, per_token_flag: bool
 ) -> Gradients:
     """Gradients that Megatron hands to its optimizer; without `mode`, those of stock Megatron."""
@@ -149,7 +149,7 @@ def difference(computed: Gradients, expected: Gradients) -> tuple[float, float]:
 
 
 def row(title: str, computed: dict[str, Gradients], expected: dict[str, Gradients]) -> str:
-    """One line of the table: a mode's two figures beside one another, mode after mode."""
+    """One line of the table: two figures for each mode."""
     cells = []
     for mode, gradients in expected.items():
         together, worst = difference(computed[mode], gradients)
@@ -158,7 +158,7 @@ def row(title: str, computed: dict[str, Gradients], expected: dict[str, Gradient
 
 
 def main() -> int:
-    """Compute the step in every way and print the table; the exit status."""
+    """Compute the step in every way and print the table; return the exit status."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=CP_SIZE)
@@ -172,11 +172,11 @@ def main() -> int:
     weights = alone.state_dict()
 
     plugin = {
-        flag: {mode: host_gradients(data, weights, mode, flag) for mode in MODES}
+        flag: {mode: megatron_gradients(data, weights, mode, flag) for mode in MODES}
         for flag in (False, True)
     }
     stock = {
-        flag: dict.fromkeys(MODES, host_gradients(data, weights, None, flag))
+        flag: dict.fromkeys(MODES, megatron_gradients(data, weights, None, flag))
         for flag in (False, True)
     }
     if dist.get_rank() != 0:
@@ -200,7 +200,7 @@ def main() -> int:
     errors = [
         difference(plugin[flag][mode], expected[mode])[1] for flag in plugin for mode in MODES
     ]
-    worst = float(torch.tensor(errors).max())  # NaN if there is one, which Python's may pass over
+    worst = float(torch.tensor(errors).max())  # NaN if one is; Python's max may miss it
     verdict = "EXACT" if worst <= BOUND else "NOT EXACT"
     print("\nall: all parameters as one vector; worst: the worst single parameter.")
     print(f"{verdict}: megatron_loss_agg differs by {worst:.1e} at worst; the bound is {BOUND}")

@@ -1,8 +1,7 @@
 """The true gradient of an optimizer step: one process, fp64, plain loops over the samples.
 
 Nothing here comes from `megatron_loss_agg`, from the packing, or from any parallelism: every
-sample goes through the model alone and unpadded, attention is written out, and each average is
-spelled as a reader would say it.
+sample goes through the model alone and unpadded, and attention and each average are written out.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from stdlib_pairs import Pair
 from torch import Tensor
 
 Step = Sequence[tuple[str, Tensor]]
-"""Of every sample of a step: the module it comes from, and the losses of its response tokens."""
+"""For every sample of a step: the module it comes from, and the losses of its response tokens."""
 
 
 def token_mean(step: Step) -> Tensor:
@@ -56,7 +55,7 @@ def _response_losses(model: GPTModel, pair: Pair) -> Tensor:
 
 
 class PlainAttention(torch.nn.Module):
-    """Causal attention as it is in the books."""
+    """Textbook causal attention."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class PlainAttention(torch.nn.Module):
 
 
 def build(vocab_size: int, max_length: int, **shape: Any) -> GPTModel:
-    """A GPTModel in fp64 whose every process group is this process alone.
+    """A GPTModel in fp64 with this process alone in all of its process groups.
 
     Every rank of the world must call: building a process group is collective.
     """

@@ -1,4 +1,4 @@
-"""Real text without a download: the running interpreter's own standard library.
+"""Real text without a download: the standard library of the running interpreter.
 
 A sample is one documented function: its signature and docstring are the prompt, its body is the
 response, and only the response carries loss. Functions of one module form one prompt group. Tokens
@@ -25,14 +25,14 @@ from torch.utils.data import Dataset
 SEPARATOR = 256
 """Token between the prompt and the response."""
 END = 257
-"""Token that ends the response; also fills padding, where nothing is computed from it."""
+"""Token that ends the response; padding, too, where it has no effect."""
 VOCAB_SIZE = 258
 
 VALIDATION_SHARE = 10
-"""One module of this number is held out for validation."""
+"""One module in this number is held out for validation."""
 
 CLASSES = {"short": (1, 64), "medium": (64, 256), "long": (256, 1 << 30)}
-"""By name, the loss tokens of an answer: at least the first number, less than the second."""
+"""By name, the range of the number of an answer's loss tokens, without its end."""
 
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages"}
@@ -142,8 +142,8 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
 
     Every sample takes its length rounded up to a multiple of `pad_to` (of 2 * cp_size, so that each
     context-parallel rank gets two equal chunks of it), and none is longer than `longest`. Packs are
-    filled in stream order, so that consecutive packs, which Megatron's sampler gives to different
-    data-parallel ranks and microbatches, share prompt groups.
+    filled in stream order, so that consecutive packs share prompt groups. Megatron's sampler gives
+    these to different data-parallel ranks and microbatches.
     """
 
     def __init__(

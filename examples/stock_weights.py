@@ -40,21 +40,21 @@ def draw(output: str, samples: Sequence[Sample]) -> dict[str, list[float]]:
     shares, _ = shares_by_mode(samples, MARKS)
     weights = {mode: shares[mode].relative_to_token_mean.tolist() for mode in MARKS}
     # A gap between microbatches.
-    places = [place + sample.microbatch for place, sample in enumerate(samples)]
+    positions = [i + sample.microbatch for i, sample in enumerate(samples)]
     figure = Figure(figsize=(8.0, 3.4), dpi=110, layout="constrained")
     axes = figure.subplots()
     for mode, mark in MARKS.items():
         style = {"linestyle": "none", "markersize": 8, **mark}
-        axes.plot(places, weights[mode], **style)
+        axes.plot(positions, weights[mode], **style)
     for number in range(MICROBATCHES):
         microbatch_samples = [
-            (p, s) for p, s in zip(places, samples, strict=True) if s.microbatch == number
+            (p, s) for p, s in zip(positions, samples, strict=True) if s.microbatch == number
         ]
         first, last = microbatch_samples[0][0], microbatch_samples[-1][0]
         axes.axvspan(first - 0.6, last + 0.6, color="grey", alpha=0.12, linewidth=0, zorder=0)
         title = f"microbatch {number + 1}\n{sum(s.tokens for _, s in microbatch_samples):g} tokens"
         axes.text((first + last) / 2, 5.65, title, ha="center", va="bottom", fontsize=9)
-    axes.set_xticks(places, [f"{sample.tokens:g}" for sample in samples])
+    axes.set_xticks(positions, [f"{sample.tokens:g}" for sample in samples])
     axes.set_xlabel("the samples of one optimizer step, by their loss tokens")
     axes.set_ylabel("weight of one token\n(1: its weight in token_mean)")
     axes.set_ylim(0, 5.6)

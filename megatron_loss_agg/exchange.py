@@ -155,7 +155,8 @@ class RankTable:
         self.sent_microbatches: slice | Tensor = slice(None)
         self.sent_samples: slice | Tensor = slice(None)
         self.has_cp_sizes = any(m.local_cp_size is not None for m in microbatches)
-        if self.has_cp_sizes:
+        has_gids = any(m.gid is not None for m in microbatches)
+        if self.has_cp_sizes or has_gids:  # bad ones are an error before the exchange
             self.sent_microbatches = self.held.is_first
             self.sent_samples = self.held.is_first[self.samples.microbatch]
 
@@ -223,10 +224,11 @@ class StepTable:
     rank_table: RankTable
     microbatch_rows: Tensor  # int64 [microbatches of the rank]
     sample_rows: slice | Tensor  # int64 [samples of the rank], where they are no slice
+    has_shared_microbatches: bool = False  # several ranks hold some microbatch
 
     @classmethod
-    def of_one_rank(cls, table: RankTable) -> StepTable:
-        """Where there are no others."""
+    def from_one_rank(cls, table: RankTable) -> StepTable:
+        """The table of a step with one rank."""
         num_microbatches, num_samples = len(table.sizes), len(table.samples.mask_sum)
         return cls(table.samples, table, torch.arange(num_microbatches), slice(0, num_samples))
 
@@ -270,7 +272,7 @@ def exchange(
         DataError, PeerError: the ranks that hold a microbatch are not those that should.
     """
     if group is None or ranks_of(group) == 1:
-        distinct = {id(x): StepTable.of_one_rank(x) for x in tables.values()}
+        distinct = {id(x): StepTable.from_one_rank(x) for x in tables.values()}
         return {name: distinct[id(x)] for name, x in tables.items()}
     first, *others = tables
     has_masks_by_term = len({*map(id, tables.values())}) > 1
@@ -314,9 +316,9 @@ def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
     samples = _samples_from(values, table.samples.is_evaluation)
     if columns.has_cp_sizes:
         columns_M = (values[x] for x in ("num_holders", "number", "num_samples"))
-        return StepTable(
-            samples, table, *table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
-        )
+        rows_M, rows_S = table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
+        has_shared = bool((values["num_holders"] > 1).any())
+        return StepTable(samples, table, rows_M, rows_S, has_shared)
     first_M, first_S = (int(x[: table.rank].sum()) for x in (is_microbatch, num_samples_R))
     return StepTable(
         samples,

@@ -29,9 +29,8 @@ def ids_from(name: str, values: Any) -> Tensor:
             f"{described(values)}. Convert it."
         )
     numbers = [int(x) for x in items]
-    largest = max(numbers, key=abs)
-    if not -(2**63) <= largest < 2**63:
-        raise DataError(f"{name} must fit into int64, got {largest}. Give strings.")
+    if too_large := [x for x in numbers if not -(2**63) <= x < 2**63]:
+        raise DataError(f"{name} must fit into int64, got {too_large[0]}. Give strings.")
     return torch.tensor(numbers, dtype=torch.int64)
 
 

@@ -268,8 +268,8 @@ class Microbatch:
         return tuple(x.reshape(self.loss_mask.shape) for x in inputs)
 
 
-MicrobatchOfTerms = Microbatch | Mapping[str, Microbatch]
-"""One for all terms of the loss, or one for each by name if their masks differ."""
+TermMicrobatches = Microbatch | Mapping[str, Microbatch]
+"""A microbatch for all terms of the loss; or one for each term by name, if their masks differ."""
 
 
 def term_microbatches(microbatch: Any) -> list[Microbatch]:

@@ -37,8 +37,8 @@ from megatron_loss_agg.ids import Ids, hashed
 from megatron_loss_agg.mask_sums import microbatches_from
 from megatron_loss_agg.microbatch import (
     Microbatch,
-    MicrobatchOfTerms,
     MicrobatchShape,
+    TermMicrobatches,
     listed,
     term_microbatch,
 )
@@ -80,6 +80,8 @@ class StepPlan:
     """Row of each of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
     rows_S: slice | Tensor
     """Rows of this rank's samples in that table; see `sample_rows`."""
+    has_shared_microbatches: bool = False
+    """Whether several ranks hold a microbatch of the step; see `Microbatch.local_cp_size`."""
     shapes: Sequence[MicrobatchShape] = ()
     """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next three."""
     model_tokens: Sequence[int] = ()
@@ -122,7 +124,7 @@ class StepPlan:
     @staticmethod
     def build_terms(
         terms: Mapping[str, Term | LossAggregation],
-        microbatches: Sequence[MicrobatchOfTerms],
+        microbatches: Sequence[TermMicrobatches],
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, StepPlan]:
         """`build` for a loss of several terms, each with a denominator of its own: plans by name.
@@ -219,6 +221,8 @@ class StepPlan:
     @cached_property
     def sums(self) -> Sequence[MicrobatchSums]:
         """The planned sums of each microbatch."""
+        if not self.sizes:
+            return []
         c_S, mask_sum_S = self.coefficient_S, self.mask_sum_S
         columns = torch.stack([mask_sum_S, c_S * mask_sum_S, c_S.abs() * mask_sum_S], dim=1)
         sums = torch.segment_reduce(columns, "sum", lengths=torch.tensor(self.sizes))
@@ -429,7 +433,7 @@ def broadcast_plans(
 def _read_tables(
     terms: Mapping[str, Term],
     units: Sequence[Unit],
-    items: Sequence[MicrobatchOfTerms],
+    items: Sequence[TermMicrobatches],
     group: dist.ProcessGroup | None,
     copies: bool,
     is_evaluation: bool,
@@ -466,6 +470,7 @@ def _plan_term(agg: LossAggregation, table: StepTable) -> StepPlan:
         ids_S={unit: x[rows_S].clone() for unit, x in samples.ids.items()},
         microbatch_rows=table.microbatch_rows,
         rows_S=rows_S,
+        has_shared_microbatches=table.has_shared_microbatches,
         shapes=rank_table.shapes,
         model_tokens=rank_table.samples.model_tokens.tolist(),
         positions=rank_table.samples.positions.tolist(),

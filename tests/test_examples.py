@@ -126,13 +126,13 @@ import sys
 sys.path[0] = {str(ROOT / "examples")!r}
 import proof
 proof.SHAPE["num_layers"] = proof.MICROBATCHES = 1
-exact = proof.host_gradients
+exact = proof.megatron_gradients
 def spoiled(data, weights, mode, per_token_flag):
     gradients = exact(data, weights, mode, per_token_flag)
     if mode == "token_mean" and per_token_flag:
         gradients[list(gradients)[-1]] *= float("nan")
     return gradients
-proof.host_gradients = spoiled
+proof.megatron_gradients = spoiled
 sys.exit(proof.main())
 """
 

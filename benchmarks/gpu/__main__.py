@@ -1,4 +1,4 @@
-"""Runs the parts of the GPU script one after another, and writes what they found."""
+"""Runs the parts of the GPU script one after another, and writes their results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def main() -> int:
         print(f"torch {torch.__version__} sees no GPU: nothing ran. --dry tries it on a CPU.")
         return 2
     folder.mkdir(parents=True, exist_ok=True)
-    end, found = time.monotonic() + LIMIT, {}
+    end, parts = time.monotonic() + LIMIT, {}
     for name in arguments.only or PARTS:
-        found[name] = part = runner.run(name, PARTS[name], dry, end - time.monotonic(), folder)
+        parts[name] = part = runner.run(name, PARTS[name], dry, end - time.monotonic(), folder)
         print(f"\n{name}: {part['seconds']} s")
         for figure in part["figures"]:
             print("  " + line(figure))
@@ -40,11 +40,11 @@ def main() -> int:
             for row in part.get(kind, []):
                 print(f"  {kind.replace('_', ' ')}: {row['what']}: {row['reason']}", flush=True)
     results = arguments.out / "gpu.json"
-    results.write_text(json.dumps({"dry_run": dry, "parts": found}, indent=1), encoding="utf-8")
+    results.write_text(json.dumps({"dry_run": dry, "parts": parts}, indent=1), encoding="utf-8")
     pages = page.paths(arguments.out, dry, whole=arguments.only is None)
     for path in pages:
-        page.write(path, found, dry)
-    counts = counted([*found.values()])
+        page.write(path, parts, dry)
+    counts = counted([*parts.values()])
     print(f"\n{page.summary(counts)} See {results} and {pages[-1]}.")
     return 1 if counts["failed"] or counts["missed"] else 0
 

@@ -1,4 +1,4 @@
-"""Gradients of the plugin through Megatron, against one process in fp64 that runs samples alone."""
+"""Gradients of the plugin through Megatron, compared with one fp64 process, sample by sample."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LAYOUTS = ("thd", "bshd")
 
 
 class Expected(NamedTuple):
-    """Of a loss: the fp64 gradient, and the error of one unsplit process in another dtype."""
+    """The fp64 gradient of a loss, and the error of one unsplit process in another dtype."""
 
     gradient: Gradient
     error: float
 
 
 def run(results: Results, seconds: float) -> None:
-    """On one rank; on two, with data and then with context parallelism."""
+    """Compare on one rank; on two, with data and then with context parallelism."""
     two = os.environ["WORLD_SIZE"] == "2"
     worlds = {"DP 2": (2, 1), "CP 2": (1, 2)} if two else {"one rank": (1, 1)}
     losses = [*product(("token_mean", "prompt_mean", "constant"), ("fractional", "01"))]
@@ -56,7 +56,7 @@ def run(results: Results, seconds: float) -> None:
 
 
 def _model(dtype: torch.dtype, per_token: bool = False) -> Any:
-    """The tests' small GPT; of bf16, with parameters rounded to it and fp32 outside of them."""
+    """The tests' small GPT; for bf16 with parameters in bf16, and all else in fp32."""
     from megatron.core.transformer.module import Float16Module
 
     from megatron_loss_agg.mcore.cpu import attention
@@ -70,21 +70,21 @@ def _model(dtype: torch.dtype, per_token: bool = False) -> Any:
 
 
 def _expected(dtype: torch.dtype, losses: list[tuple[str, str]]) -> dict[Any, Expected]:
-    """By loss: its mode and its masks."""
+    """The expected gradients by loss, a pair of mode and masks."""
     exact, rounded = _model(torch.float64), _model(dtype)
     for p, q in zip(exact.parameters(), rounded.parameters(), strict=True):
         p.data = q.data.double()
     names = [name for name, _ in exact.named_parameters()]
-    found = {}
+    expected = {}
     for loss in losses:
         reference = dict(zip(names, _gradient(exact, torch.float64, *loss), strict=True))
         unsplit = dict(zip(names, _gradient(rounded, SINGLE, *loss), strict=True))
-        found[loss] = Expected(reference, relative_error(unsplit, reference))
-    return found
+        expected[loss] = Expected(reference, relative_error(unsplit, reference))
+    return expected
 
 
 def _gradient(model: Any, dtype: torch.dtype, mode: str, masks: str) -> tuple[Tensor, ...]:
-    """Of the whole step in one process: every sample alone and unpadded, the oracle's weights."""
+    """The gradient of the whole step in one process: samples one by one, with the oracle's weights."""
     torch.set_default_dtype(dtype)
     total: Any = 0.0
     for i, weights in weights_of(mode, PLACES[1], masks):
@@ -101,29 +101,29 @@ def _gradient(model: Any, dtype: torch.dtype, mode: str, masks: str) -> tuple[Te
 def _errors(
     dtype: torch.dtype, layout: str, per_token: bool, dp: int, expected: dict[Any, Expected]
 ) -> list[float]:
-    """Of every loss, on this rank."""
+    """The error of every loss's gradient on this rank."""
     from tests.host import gpt
 
     model = _model(dtype, per_token)
     ddp = gpt.data_parallel(model, grad_reduce_in_fp32=True)
     torch.set_default_dtype(SINGLE)
-    places, found = PLACES[dp], []
+    places, errors = PLACES[dp], []
     for (mode, masks), (gradient, _) in expected.items():
         data = batches(places[gpt.data_rank()], layout, masks)
         hook = LossHook(aggregation(mode))
         gpt.run_step(hook, ddp, data, len(places[0]), forward_step_func=forward_step)
         inner = getattr(model, "module", model)
         got = {name: p.main_grad.cpu() for name, p in inner.named_parameters()}
-        found.append(relative_error(got, gradient))
-    return found
+        errors.append(relative_error(got, gradient))
+    return errors
 
 
 def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]:
-    """Losses of this rank's part of the next batch, which comes from the CPU."""
+    """Losses of this rank's part of the next batch, moved from the CPU."""
     from tests.host import gpt
 
-    *given, packed = gpt.local_batch(data_iterator)
-    tokens, labels, mask = (x.cuda() for x in given)
+    *tensors, packed = gpt.local_batch(data_iterator)
+    tokens, labels, mask = (x.cuda() for x in tensors)
     if packed is not None:
         fields = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed) if f.init}
         moved = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in fields.items()}

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import loss_function as of_loss
+from benchmarks import loss_function as loss_benchmark
 from benchmarks.results import CannotRun, Results
 
 PACKAGES = ("megatron-core", "transformer-engine", "flash-attn", "apex", "numpy", "pytest")
 
 
 class Part(NamedTuple):
-    """``function`` is ``module:name``; it gets `Results`, and the seconds that it has."""
+    """A function, as ``module:name``, and its limit; it gets `Results` and the seconds left for it."""
 
     function: str
     seconds: float
@@ -39,7 +39,7 @@ PARTS = {
 
 
 def machine(results: Results, seconds: float) -> None:
-    """Chips and versions; nothing is judged."""
+    """Record chips and versions."""
     results.fact("date", f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC")
     if results.quick:
         results.fact("device", "none: dry run on a CPU")
@@ -59,12 +59,12 @@ def machine(results: Results, seconds: float) -> None:
 
 
 def loss_function(results: Results, seconds: float) -> None:
-    """The part of the benchmarks on a CPU that has this name."""
-    of_loss.measure(results, gpu=not results.quick)
+    """Measure as the part of this name does on a CPU."""
+    loss_benchmark.measure(results, gpu=not results.quick)
 
 
 def tests(results: Results, seconds: float) -> None:
-    """``pytest -m gpu``: what a single process on a GPU shows without Megatron's training."""
+    """Run ``pytest -m gpu``: tests of a single process on a GPU, without Megatron's training."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-rs"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Runs a part of the GPU script in processes of its own, one for each rank, with a time limit."""
+"""Runs a part of the GPU script in new processes, one for each rank, with a time limit."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import torch.distributed as dist
 from benchmarks.gpu.parts import Part
 from benchmarks.results import CannotRun, Results
 
-LEAST = 10.0  # seconds, without which a part is not begun
-OWN = ("benchmarks", "megatron_loss_agg", "tests")
+MIN_SECONDS = 10.0  # a part with less time left is not begun
+OUR_PACKAGES = ("benchmarks", "megatron_loss_agg", "tests")
 
 
 def run(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> dict[str, Any]:
-    """The part's result, also if it failed; ``seconds`` may be less than it is due."""
+    """The part's result, even if it failed; ``seconds`` may be less than its limit."""
     begin, path = time.monotonic(), folder / f"{name}.json"
     path.unlink(missing_ok=True)
     rows: dict[str, Any] = {"figures": [], "could_not_run": [], "failed": []}
-    seconds, found = min(seconds, part.seconds), torch.cuda.device_count()
+    seconds, num_gpus = min(seconds, part.seconds), torch.cuda.device_count()
     failure: str | None = None
-    if not dry and found < part.ranks:
+    if not dry and num_gpus < part.ranks:
         rows["could_not_run"].append(
-            {"what": name, "reason": f"needs {part.ranks} GPUs; found {found}"}
+            {"what": name, "reason": f"needs {part.ranks} GPUs; found {num_gpus}"}
         )
-    elif seconds < LEAST:
+    elif seconds < MIN_SECONDS:
         failure = "no time was left for it"
     else:
         failure = _processes(name, part, dry, seconds, folder)
@@ -47,15 +47,20 @@ def run(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> dict[
 
 
 def _processes(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> str | None:
-    """Run the part's ranks; return what went wrong with them, if anything did."""
-    # Held here, on a port that the system picks, so that nobody can take it in between.
+    """Run the part's ranks; return a failure in words, or None."""
+    # Held here, on a port from the system, so that no other process can take it before rank 0 does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = [name, part.function, str(int(dry)), str(seconds), str(folder)]
     command = [sys.executable, "-m", "benchmarks.gpu.runner", *arguments]
     processes = []
     for rank in range(part.ranks):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": part.ranks, "STORE_PORT": store.port}
-        environment = {**os.environ, **{key: str(value) for key, value in own.items()}}
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": part.ranks,
+            "STORE_PORT": store.port,
+        }
+        environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
         options: Any = {"env": environment, "start_new_session": True}
         with open(folder / f"{name}.{rank}.log", "wb") as log:
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, **options))
@@ -91,19 +96,19 @@ def main() -> None:
     except CannotRun as reason:
         results.could_not_run(name, str(reason))
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] in OWN:
+        if str(error.name).partition(".")[0] in OUR_PACKAGES:
             raise
         results.could_not_run(name, f"{error}: put the wheels that are missing into WHEELS")
     except Exception as error:
         traceback.print_exc()
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         results.fail(name, f"{text}; see {Path(folder) / name}.{rank}.log")
-        if rank:  # only what rank 0 writes is read
+        if rank:  # the results of other ranks are not read: they fail by their exit code
             sys.exit(1)
 
 
 def _clock() -> float:
-    """Seconds on the wall, when the GPU has done all that it was given."""
+    """Wall-clock seconds, after the GPU has finished its work."""
     torch.cuda.synchronize()
     return time.perf_counter()
 

@@ -19,7 +19,7 @@ ROUNDS = 40
 
 
 def run(results: Results, seconds: float) -> None:
-    """Rounds until three quarters of the part's time are gone."""
+    """Measure in rounds until three quarters of the part's time are gone."""
     end = time.monotonic() + 0.75 * seconds
     with megatron.groups(gpu=not results.quick):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -36,18 +36,18 @@ def run(results: Results, seconds: float) -> None:
             results.add("peak memory, stock", where, base / 1e9, "GB")
             results.add("peak memory", where, ours / base, "x stock", "gpu_memory")
         gc.collect()
-        gc.freeze()  # the collector's passes fall on whatever step runs then
+        gc.freeze()  # shortens the passes of the collector, which add to the time of some steps
         _times(results, where, stock, hooked, end)
 
 
 def _large_step() -> Step:
-    """As many rows as fit with room to spare: a row takes 4 GB, without fused attention."""
+    """A step with all rows that fit with room to spare; a row takes 4 GB without fused attention."""
     free = torch.cuda.mem_get_info()[0] / 1e9
     return Step(microbatches=4, rows=max(1, min(8, int((free - 10) / 6))), length=1024)
 
 
 def _peak(results: Results, training: Training) -> int:
-    """Bytes, in the third step; 0 on a CPU."""
+    """Peak bytes of the third step; 0 on a CPU."""
     training.run()
     training.run()
     if results.quick:
@@ -63,26 +63,26 @@ def _peak(results: Results, training: Training) -> int:
 def _times(
     results: Results, where: str, stock: Training, hooked: Training, deadline: float
 ) -> None:
-    """Each step between two stock ones, whose mean it is compared with: a drift cancels."""
-    base, found, again = [], [], []
+    """Compare each step with the mean of a stock step before and one after it: a drift cancels."""
+    base, ratios, stock_ratios = [], [], []
     for number in range(results.rounds(ROUNDS)):
         before, ours, between, same, after = (
             results.seconds(x.run) for x in (stock, hooked, stock, stock, stock)
         )
         base.append(before)
-        found.append(2 * ours / (before + between))
-        again.append(2 * same / (between + after))
+        ratios.append(2 * ours / (before + between))
+        stock_ratios.append(2 * same / (between + after))
         if number >= 2 and time.monotonic() > deadline:
             break
-    where = f"{where}; {len(found)} rounds"
-    (ratio, noise), (same, _) = estimate(found), estimate(again)
+    where = f"{where}; {len(ratios)} rounds"
+    (ratio, noise), (same, _) = estimate(ratios), estimate(stock_ratios)
     results.add("stock step", where, 1e3 * estimate(base)[0], "ms")
-    # What a stock step in the same place differs by from 1 is noise, too.
+    # The difference from 1 of a stock step in the same place is noise, too.
     results.add("step", where, ratio, "x stock", "gpu_step", math.hypot(noise, same - 1))
 
 
 def waits(results: Results, seconds: float) -> None:
-    """The waits of a step, as torch's own check counts them; it sees no collectives."""
+    """Count the waits of a step by torch's check; it sees no collectives."""
     with megatron.groups(gpu=not results.quick):
         gpt, step = (TINY, results.shapes.step) if results.quick else GPU_WAITS
         ddp, on_cpu = megatron.build(gpt, step.length, bf16=True), megatron.batches(gpt, step)
@@ -100,7 +100,7 @@ def waits(results: Results, seconds: float) -> None:
 
 
 def _waits(training: Training) -> collections.Counter[str]:
-    """The waits of each line in the third step."""
+    """The waits of the third step, by line of code."""
     training.run()
     training.run()
     torch.cuda.synchronize()

@@ -19,9 +19,9 @@ where ``kd_t`` is the KL divergence of token ``t`` from the teacher. Reports get
 second sum, and ``loss``, both together; ``<mode> loss`` is the first sum, and ``lm loss`` stays the
 mean of the language loss over tokens.
 
-The script's loss function masks, adds up and mixes the two losses by itself. The hook calls it
-without gradients for its report. While it runs, `Distillation` records the teacher's token losses,
-with gradients, on their way into its sum.
+The script's loss function masks, adds up and mixes both losses. The hook calls it without gradients
+for its report. While it runs, `Distillation` records the teacher's token losses before they are
+added up, with gradients.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _ROUNDING = 16
 class Distillation(Extension):
     """Adds the losses of Megatron's ``LossFuncCallable`` or of ModelOpt's ``compute_kd_loss``.
 
-    In evaluations Megatron has no teacher, and they are left as they are. What other extensions
-    have added to the loss before this one is multiplied by ``1 - alpha``, too.
+    Evaluations are left as they are, since Megatron has no teacher in them. Losses that extensions
+    before this one have added are multiplied by ``1 - alpha``, too.
 
     Args:
         alpha: the share of the teacher, as in the script's loss function; by default from Megatron's
@@ -76,7 +76,7 @@ class Distillation(Extension):
         if self._alpha is None:
             self._alpha = _alpha_from_flags()
         _check_call(call)
-        self._recorded.clear()  # of a call that failed
+        self._recorded.clear()  # they may be those of a call that failed
         with _recording(self._recorded):
             yield
 
@@ -96,7 +96,7 @@ class Distillation(Extension):
             self._has_compared = _check_mixture(
                 self._alpha, term.losses, kd_losses, term.mask, microbatch.stock_loss
             )
-        microbatch.stock_loss = None  # compared here: it is not the language loss alone
+        microbatch.stock_loss = None  # compared above, since it is not the language loss alone
         kd = weighted_sum(microbatch.weights[name].reshape(-1), kd_losses.reshape(-1))
         microbatch.report("kd loss", microbatch.pair(kd))
         language = 0.0 if self._alpha == 1 else (1 - self._alpha) * microbatch.total
@@ -134,7 +134,7 @@ def _check_call(call: Call) -> None:
 def _kd_losses(recorded: list[tuple[Tensor, bool]]) -> Tensor:
     """The teacher's token losses over the whole vocabulary, [samples, seq], on every rank.
 
-    The gradient of a part is right as it is: its softmax sums over ranks in the backward pass, too.
+    The gradient of a part needs no further sum: its softmax sums over ranks in the backward pass, too.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
@@ -163,7 +163,7 @@ def _check_mixture(
     """Raise HostError unless the script's loss is the masked sum of both losses. Waits for the device.
 
     Returns:
-        True if another alpha would not have fit. It would while the student is still its teacher.
+        True if another alpha would not have fit. Any fits while the student is still its teacher.
     """
     mask, language, kd = (x.detach().reshape(-1).double() for x in (mask, language, kd))
     mixture = (1 - alpha) * language + alpha * kd
@@ -190,7 +190,7 @@ def _recording(recorded: list[tuple[Tensor, bool]]) -> Iterator[None]:
 
             call = _recording_cached(CachedLogitsKDLoss.__call__, recorded)
             stack.enter_context(mock.patch.object(CachedLogitsKDLoss, "__call__", call))
-        # Loaded by the script if it uses ModelOpt, whose import takes long.
+        # Not imported here, since that takes long: a script that uses ModelOpt has imported it.
         if modelopt := sys.modules.get("modelopt.torch.distill.distillation_model"):
             cls = modelopt.DistillationModel
             compute = _recording_modelopt(cls.compute_kd_loss, recorded)
@@ -202,7 +202,8 @@ def _recording_cached(
     compute: Callable[..., Tensor], recorded: list[tuple[Tensor, bool]]
 ) -> Callable[..., Tensor]:
     def call(self: Any, student_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Megatron's loss shifts fp32 logits in place itself; this is about writes before it.
+        # Before this call Megatron's cross entropy may have written into them. A write of the
+        # distillation loss itself comes later.
         if student_logits.dtype == torch.float32 and student_logits._version:
             raise HostError(
                 "distillation needs the student's logits, got fp32 ones, which Megatron's cross entropy "

@@ -16,9 +16,9 @@ microbatches of all data-parallel ranks. Each layer and each kind of loss adds t
 
     L = sum_k T_k / T * a_k
 
-Megatron-Core 0.19 multiplies ``a_k`` by what ``config.moe_grad_scale_func`` returns, and then as it
-does a returned loss; under ``calculate_per_token_loss`` by ``T_k`` besides. So with the inverse ``s``
-of Megatron's scale (`MegatronScale`), the function returns ``s * T_k / T``, or ``s / T``.
+Megatron-Core 0.19 multiplies ``a_k`` by the result of ``config.moe_grad_scale_func``, and then by its
+scale of a returned loss; under ``calculate_per_token_loss`` also by ``T_k``. So with the inverse
+``s`` of that scale (`MegatronScale`), the function returns ``s * T_k / T``, or ``s / T``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RoutedTokens(NamedTuple):
 
 
 class RouterLosses(Extension):
-    """Weighs routers' auxiliary losses in training by tokens over the whole step.
+    """Weighs the auxiliary losses of routers in training by tokens over the whole step.
 
     Raises:
         HostError: in a call: losses that cannot be exact; microbatches that would need different
@@ -74,26 +74,26 @@ class RouterLosses(Extension):
         tokens = _planned_tokens(call, plans)
         self._raise_on_all_ranks(_weights_conflict(call, tokens))
         weights = _weights(call, tokens)
-        asked: list[float] = []
+        used_weights: list[float] = []
         seen: list[Tensor | int] = []
-        scale = functools.partial(_scale, call, weights, asked)
+        scale = functools.partial(_scale, call, weights, used_weights)
         weighted = mock.patch.object(call.config, "moe_grad_scale_func", scale)
         with _observed_routers(call, seen), weighted:
             yield
         num_passes = len(weights) * len(call.chunks)
-        if len(asked) != num_passes:
+        if len(used_weights) != num_passes:
             raise HostError(
                 "the schedule must call config.moe_grad_scale_func once in each of "
-                f"{num_passes} forward passes, as Megatron-Core 0.19 does, got {len(asked)} calls. Drop "
-                "RouterLosses."
+                f"{num_passes} forward passes, as Megatron-Core 0.19 does, got {len(used_weights)} "
+                "calls. Drop RouterLosses."
             )
         self._raise_on_all_ranks(_tokens_conflict(seen, tokens))
         self._has_compared = True
 
     def _raise_on_all_ranks(self, conflict: str | None) -> None:
-        """Raise HostError for the first rank's conflict; after the first step on its rank alone."""
+        """Raise HostError for the first rank's conflict; after the first step, on that rank alone."""
         conflicts = [conflict]
-        if not self._has_compared:  # later, ranks would wait for each other without need
+        if not self._has_compared:  # later steps should not make ranks wait for each other
             conflicts = [None] * dist.get_world_size()
             dist.all_gather_object(conflicts, conflict)
         for text in conflicts:
@@ -135,7 +135,7 @@ def _check_call(call: Call) -> None:
 
 
 def _planned_tokens(call: Call, plans: Mapping[str, StepPlan] | None) -> RoutedTokens:
-    """From the plan of the last pipeline stage, on every stage."""
+    """The planned tokens, sent from the last pipeline stage to all stages."""
     tokens = None
     if plans is not None:
         plan = next(iter(plans.values()))
@@ -165,8 +165,8 @@ def _weights_conflict(call: Call, tokens: RoutedTokens) -> str | None:
 
 
 def _weights(call: Call, tokens: RoutedTokens) -> list[float]:
-    """Factor of each microbatch's losses, beside Megatron's own averaging."""
-    # Megatron averages these losses even where it takes the main loss for normalized.
+    """Factor of each microbatch's losses, beside Megatron's averaging."""
+    # Megatron averages these losses even if it only adds up the main loss (``loss_is_normalized``).
     scale = dataclasses.replace(call.scale, normalized=False)
     token_weight = scale.inverse(tokens.model_tokens) / max(tokens.total, 1)
     if scale.per_token:
@@ -174,13 +174,13 @@ def _weights(call: Call, tokens: RoutedTokens) -> list[float]:
     return [token_weight * number for number in tokens.by_microbatch]
 
 
-def _scale(call: Call, weights: Sequence[float], asked: list[float]) -> Tensor:
-    """Megatron's scale of every loss, times the weight of this forward pass, added to ``asked``."""
-    asked.append(weights[len(asked) % len(weights)])
+def _scale(call: Call, weights: Sequence[float], used_weights: list[float]) -> Tensor:
+    """Megatron's scale of every loss, times the next weight; that is added to ``used_weights``."""
+    used_weights.append(weights[len(used_weights) % len(weights)])
     one = torch.ones(1, device=next(call.chunks[0].parameters()).device)
     scale_loss = call.config.grad_scale_func
     scaled: Tensor = one if scale_loss is None else scale_loss(one)
-    return scaled * asked[-1]
+    return scaled * used_weights[-1]
 
 
 @contextlib.contextmanager

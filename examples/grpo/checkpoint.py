@@ -1,4 +1,4 @@
-"""Checkpoints, from which a run goes on to the same bits."""
+"""Checkpoints: a resumed run computes the same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save(folder: Path, step: int, options: Options, state: dict[str, Any]) -> No
 
 
 def clear(folder: Path) -> None:
-    """Remove the checkpoints of an earlier run, which a new one must not resume from."""
+    """Remove the checkpoints of an earlier run, so that the new one cannot be resumed from them."""
     if dist.get_rank() == 0:
         for path in folder.glob("step_*"):
             path.unlink()
@@ -40,7 +40,7 @@ def load(folder: Path, options: Options) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is of a run with other flags, and would go on as neither of both.
+        ValueError: it is that of a run with other flags.
     """
     checkpoints = sorted(folder.glob("step_*.pt"))
     if not checkpoints:

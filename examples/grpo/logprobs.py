@@ -2,7 +2,7 @@
 
 Shapes: logits are [..., vocab / tp] in any memory layout, labels and results [...]. Results are
 fp32, or fp64 for fp64 logits, and the same on all tensor-parallel ranks. In the backward pass every
-rank gets the gradient of its own shard.
+rank gets the gradient of its shard.
 
 The functions do not change the logits. They save them, and in the backward pass compute the softmax
 once more. Temporaries of vocabulary size exist for 1 / `_CHUNKS` of the tokens at a time.
@@ -50,7 +50,7 @@ def vocab_parallel_log_probs(
         labels: integers [...], indices into the whole vocabulary, the same on all tensor-parallel
             ranks.
         temperature: above 0, that of the rollout.
-        group: tensor-parallel process group; default: Megatron's own.
+        group: tensor-parallel process group; default: Megatron's.
 
     Raises:
         OptionError: a shape or dtype does not fit, or the temperature is not > 0.
@@ -99,7 +99,7 @@ def vocab_parallel_log_probs_and_entropy(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Every number of a token is a column, [tokens, 1], beside its logits, [tokens, vocab / tp]."""
+    """Numbers by token are columns, [tokens, 1], beside logits, [tokens, vocab / tp]."""
 
     @staticmethod
     def forward(
@@ -179,8 +179,8 @@ def _refuse_gathered(top_by_rank: Tensor, sum_exp_by_rank: Tensor, shard: int) -
         return
     is_same = (top_by_rank == top_by_rank[0]) & (sum_exp_by_rank == sum_exp_by_rank[0])
     is_same = is_same.all(dim=0)
-    # Tokens with NaN, or whose logits are all equal (an output layer of zeros), do not count: their
-    # shards are the same, too.
+    # Tokens with NaN do not count, nor those with equal logits (an output layer of zeros): they are
+    # the same on all ranks even if they are not gathered.
     is_distinctive = sum_exp_by_rank.isfinite().all(dim=0) & (sum_exp_by_rank != shard).any(dim=0)
     if bool(is_distinctive.any() & (is_same | ~is_distinctive).all()):
         raise HostError(

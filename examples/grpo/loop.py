@@ -19,7 +19,7 @@ from megatron_loss_agg.report import Max, Mean, reduce_reports
 
 
 class Trainer:
-    """Models, optimizer and hooks of one run. Nothing in it but `state` is carried by a step."""
+    """Models, optimizer and hooks of one run. A step changes nothing that is not in `state`."""
 
     def __init__(self, options: Options) -> None:
         model.start(options)
@@ -38,7 +38,7 @@ class Trainer:
         self.token_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on, beside the options and its number."""
+        """All values that the next step depends on, beside the options and its number."""
         return {
             "policy": self.policy.module.state_dict(),
             "reference": self.reference.state_dict(),
@@ -46,7 +46,7 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave."""
+        """Take over a result of `state`."""
         self.policy.module.load_state_dict(state["policy"])
         self.reference.load_state_dict(state["reference"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -81,7 +81,8 @@ class Trainer:
             reports += self._optimize(
                 self.grpo, losses, rows.fields(), rows.lengths, rows.prompt_ids
             )
-        # Context-parallel ranks hold the same answers, and parts of the same tokens.
+        # Context-parallel ranks have the same answers, so those are counted over data-parallel ranks
+        # alone; but each has its part of the tokens.
         return {
             **reduce_reports([batch.report()], self.data_group),
             **reduce_reports(reports, self.token_group),
@@ -99,7 +100,7 @@ class Trainer:
         lengths: Tensor,
         prompt_ids: Tensor,
     ) -> list[loss.Report]:
-        """One optimizer step on this rank's rows; what each microbatch reports."""
+        """Make one optimizer step on this rank's rows; return the report of each microbatch."""
         packs = packing.microbatches(
             fields,
             lengths,
@@ -140,7 +141,7 @@ def _seed(options: Options, step: int, purpose: int) -> int:
 
 
 def train(options: Options) -> Trainer:
-    """Train, write metrics and checkpoints into the output folder, and hand back what there is."""
+    """Train, write metrics and checkpoints into the output folder, and return the trainer."""
     trainer = Trainer(options)
     if options.resume:
         state = checkpoint.load(options.output, options)

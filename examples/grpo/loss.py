@@ -53,7 +53,7 @@ def forward_step(
 
 
 def grpo_hook(options: Options) -> LossHook:
-    """GRPO's loss: three terms, each with a mean of its own over the whole optimizer step."""
+    """GRPO's loss: three terms, each a different mean over the whole optimizer step."""
     divisor = float(task.MAX_ANSWER) if options.mode == "constant" else None
     return LossHook(
         {
@@ -66,7 +66,7 @@ def grpo_hook(options: Options) -> LossHook:
 
 
 def grpo_losses(clip: float, logits: Tensor, local: Pack) -> tuple[dict[str, Tensor], Report]:
-    """The terms of `grpo_hook`, per token, and what to watch."""
+    """The terms of `grpo_hook`, per token, and a report of metrics."""
     log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, local["labels"])
     log_ratio = log_ratio_of(log_probs, local["old_log_probs"])
     policy, is_clipped = clipped_policy_loss(log_ratio, local["advantages"], clip, clip)

@@ -14,11 +14,13 @@ Metrics = dict[str, float]
 
 
 class Log:
-    """Of the rank that writes; the others write nothing.
+    """The metrics of a run, on disk and in a progress bar.
 
     Args:
-        folder: gets ``metrics.jsonl`` and ``tensorboard/``.
-        start: the first step. Of later steps, which a run that was cut short left, nothing stays.
+        folder: for ``metrics.jsonl`` and ``tensorboard/``.
+        start: the first step. Metrics of this step and later ones are removed: an earlier run may
+            have gone on after its last checkpoint.
+        writes: True on the rank that writes; the others write nothing.
     """
 
     def __init__(self, folder: Path, start: int, writes: bool) -> None:
@@ -32,7 +34,7 @@ class Log:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
 
     def steps(self, start: int, stop: int) -> Iterator[int]:
-        """``range(start, stop)`` behind a progress bar that shows what is written."""
+        """``range(start, stop)`` behind a progress bar with the last metrics."""
         self._bar = progress("GRPO", start, stop, self.writes)
         return iter(self._bar)
 

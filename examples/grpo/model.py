@@ -26,7 +26,7 @@ from examples.grpo.options import Options
 
 
 def start(options: Options) -> None:
-    """Process groups and random state; ``torchrun`` set the environment."""
+    """Set up process groups and random state, from the environment that ``torchrun`` has set."""
     if not dist.is_initialized():
         dist.init_process_group("gloo" if options.cpu else "nccl")
     if not options.cpu:
@@ -60,7 +60,7 @@ def build(options: Options) -> Any:
         config,
         spec(),
         vocab_size=task.VOCAB_SIZE,
-        # Room for padding; the same for any number of ranks, since the initial weights depend on it.
+        # With room for padding; not by the number of ranks, since the initial weights depend on it.
         max_sequence_length=task.PROMPT + task.MAX_ANSWER + 8,
         position_embedding_type="learned_absolute",
     ).cuda()
@@ -68,13 +68,13 @@ def build(options: Options) -> Any:
 
 
 def distribute(model: Any) -> DistributedDataParallel:
-    """``model`` in Megatron's DDP, which sums its gradients over data and context ranks."""
+    """``model`` in Megatron's DDP: it reduces gradients over data- and context-parallel ranks."""
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     return DistributedDataParallel(model.config, settings, model)
 
 
 def build_optimizer(ddp: DistributedDataParallel, options: Options) -> Any:
-    """Megatron's own. Zero its gradients before every step: it leaves them aliased to DDP's."""
+    """Megatron's optimizer. Zero its gradients before every step: they are aliases of DDP's."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=options.lr,

@@ -10,18 +10,18 @@ from typing import Any
 from examples.grpo import task
 from megatron_loss_agg import aggregation
 
-# Those that need no more than the prompts' ids and a divisor.
+# Modes that need at most the prompts' ids and a divisor.
 MODES = [
     name
     for name, mode in aggregation.MODES.items()
     if name not in ("nested_mean", "custom") and {*mode.path} <= {"microbatch", "prompt", "sample"}
 ]
 
-_LEAST = {
+_MIN_VALUES = {
     "steps": 1,
     "save_every": 1,
     "prompts": 1,
-    "answers": 2,  # one alone has no advantage
+    "answers": 2,  # the advantage of a single one is 0
     "updates": 1,
     "warmup": 0,
     "context_parallel": 1,
@@ -30,7 +30,7 @@ _LEAST = {
 }
 
 
-def _flag_of(name: str) -> str:
+def _as_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -43,7 +43,7 @@ class Options:
     """One training run. Sizes are those of the whole step, over all ranks.
 
     Raises:
-        ValueError: a value that no run can have, by its flag.
+        ValueError: a bad value; the error names its flag.
     """
 
     cpu: bool = _flag(False, "run on CPUs over gloo")
@@ -66,12 +66,12 @@ class Options:
     lr: float = _flag(3e-3, "learning rate of the first step; it falls linearly to 0")
     clip: float = _flag(0.2, "clip of the importance ratio")
     kl: float = _flag(0.01, "coefficient of the divergence from the model after the warm-up")
-    entropy: float = _flag(0.003, "coefficient of the entropy, which is raised")
+    entropy: float = _flag(0.003, "coefficient of the entropy bonus")
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"--mode {self.mode}; expected one of {', '.join(MODES)}")
-        for name, least in _LEAST.items():
+        for name, least in _MIN_VALUES.items():
             self._check(name, getattr(self, name) >= least, f"at least {least}")
         self._check("largest", 0 <= self.largest <= 9, "one digit")
         sums = (self.largest + 1) ** 2
@@ -89,7 +89,7 @@ class Options:
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"{_flag_of(name)} {getattr(self, name)}; expected {expected}")
+            raise ValueError(f"{_as_flag(name)} {getattr(self, name)}; expected {expected}")
 
     def training(self) -> dict[str, Any]:
         """The flags that a run's numbers depend on."""
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None = None) -> Options:
         prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     for entry in fields(Options):
-        flag, text = _flag_of(entry.name), entry.metadata["help"]
+        flag, text = _as_flag(entry.name), entry.metadata["help"]
         if isinstance(entry.default, bool):
             parser.add_argument(flag, action="store_true", help=text)
         else:

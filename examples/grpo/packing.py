@@ -13,7 +13,7 @@ Pack = dict[str, Tensor]
 ``labels``. Offsets [samples + 1]: ``cu_seqlens``, ``cu_seqlens_padded``; ``prompt_ids`` [samples].
 """
 
-IGNORED = 0  # what a padded position holds: a token and a label like any other, without a loss
+IGNORED = 0  # the token and label at padding, where there is no loss
 
 
 def bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ def bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack(fields: Mapping[str, Tensor], lengths: Tensor, prompt_ids: Tensor, multiple: int) -> Pack:
-    """The rows of ``fields`` one behind the other, each padded to a multiple of ``multiple``.
+    """The rows of ``fields`` one after the other, each padded to a multiple of ``multiple``.
 
     Args:
         fields: [rows, width] each, ``tokens`` among them; ``loss_mask`` is 0 beyond the length.
@@ -75,11 +75,10 @@ def unpack(values: Tensor, offsets: Tensor, offsets_padded: Tensor) -> list[Tens
 
 
 def padding_like(other: Pack, multiple: int) -> Pack:
-    """A microbatch without a sample, for a rank that has fewer than its peers.
+    """A microbatch without a sample, for a rank that has fewer microbatches than the others.
 
-    The model runs on it, since its peers wait for it in collectives: on one row of ``multiple``
-    tokens with mask 0. With ``cu_seqlens`` [0] none of them is a sample, so that no
-    denominator counts it.
+    It is one row of ``multiple`` tokens with mask 0. The model must run on it, since the other ranks
+    wait in collectives. With ``cu_seqlens`` [0] it has no sample, so that no denominator counts it.
     """
     tokens = {
         name: value.new_zeros(1, multiple) for name, value in other.items() if value.dim() == 2
@@ -107,12 +106,12 @@ def microbatches(
     budget: int,
     group: dist.ProcessGroup | None,
 ) -> list[Pack]:
-    """This rank's rows as packs of at most ``budget`` tokens, as many on every rank of ``group``.
+    """This rank's rows as packs of at most ``budget`` tokens; the same number of packs on all ranks.
 
     Args:
         fields, lengths, prompt_ids, multiple: as in `pack`.
-        group: the data-parallel ranks; they need as many microbatches each, since Megatron's
-            schedule is told one number. None: alone.
+        group: the data-parallel ranks; None: this one alone. All call Megatron's schedule with the
+            same number of microbatches.
     """
     padded = -(-lengths // multiple) * multiple
     packs = []

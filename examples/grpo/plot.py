@@ -21,7 +21,7 @@ WINDOW = 8  # steps; a single one is 16 prompts, some harder than others
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """The mean of the last ``window`` values at each, or of as many as there are."""
+    """The mean of the last ``window`` values at each value, or of those that there are."""
     return [
         sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))
     ]

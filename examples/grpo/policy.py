@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning by token, a few lines each, to copy into a loop of one's own.
+"""Losses of reinforcement learning by token, a few lines each, to copy into other loops.
 
 Every function takes tensors of one shape and returns one loss for each token; nothing is reduced.
 Log-probabilities at tokens outside of the mask must be finite: 0 times NaN is NaN in a gradient.
@@ -18,7 +18,7 @@ def log_ratio_of(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 def clipped_policy_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347), and at which tokens it has no gradient.
+    """PPO's clipped surrogate (arXiv:1707.06347), and True at tokens where it has no gradient.
 
     ``clip_high > clip_low`` is DAPO's clip-higher (arXiv:2503.14476). GSPO (arXiv:2507.18071) gives
     the log-ratio of a whole sequence, ``SequenceMean(...)(log_ratio)``, and clips far smaller.

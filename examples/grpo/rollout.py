@@ -1,4 +1,4 @@
-"""Sampling answers with the context-parallel model, and what training needs to know of them."""
+"""Sampling answers with the context-parallel model, and their values for training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_loss_agg.report import Mean
 class Rollouts:
     """Answers of one data-parallel rank, one a row. Shapes [rows, width] or [rows].
 
-    What belongs to the prediction of token ``t + 1`` lies at ``t``.
+    Values of the prediction of token ``t + 1`` are at position ``t``.
     """
 
     tokens: Tensor
@@ -31,9 +31,9 @@ class Rollouts:
     advantages: Tensor
     prompt_ids: Tensor
 
-    def rows(self, which: Tensor) -> Rollouts:
-        """Some of the rows."""
-        return Rollouts(**{name: value[which] for name, value in vars(self).items()})
+    def rows(self, indices: Tensor) -> Rollouts:
+        """The rows of these indices."""
+        return Rollouts(**{name: value[indices] for name, value in vars(self).items()})
 
     def fields(self) -> dict[str, Tensor]:
         """A microbatch's values for each token, [rows, width]."""
@@ -55,14 +55,14 @@ class Rollouts:
 
 
 def answer_mask(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """1 where the next token is of the answer, [rows, width]."""
+    """1 where the next token is in the answer, [rows, width]."""
     position = torch.arange(tokens.shape[1], device=tokens.device)
     answer = (position >= task.PROMPT) & (position < lengths.unsqueeze(1))
     return predicting_mask(answer.float())
 
 
 def width_of(tokens: int) -> int:
-    """``tokens``, rounded up to what can be split over the context-parallel ranks."""
+    """``tokens``, rounded up to a number that can be split over the context-parallel ranks."""
     multiple = 2 * parallel_state.get_context_parallel_world_size()
     return -(-tokens // multiple) * multiple
 
@@ -71,8 +71,8 @@ def width_of(tokens: int) -> int:
 def whole_logits(model: Any, tokens: Tensor) -> Tensor:
     """Logits of whole rows, the same on all context-parallel ranks.
 
-    Every rank computes its part and gets the others' by an all-gather, which copies: the result
-    is equal to the bit everywhere.
+    Every rank computes its part and gets the others' by an all-gather. That copies, so the results
+    are equal to the bit.
 
     Args:
         tokens: [rows, width], a multiple of 2 * context-parallel size wide; the same on all ranks.
@@ -122,8 +122,8 @@ def sample(model: Any, prompts: Tensor, gumbel: Tensor) -> tuple[Tensor, Tensor,
         scores = logits.log_softmax(-1)
         chosen = (scores + gumbel[:, position - prompt]).argmax(-1)
         tokens[running, position] = chosen[running]
-        said = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        log_probs[running, position - 1] = said[running]
+        chosen_log_probs = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        log_probs[running, position - 1] = chosen_log_probs[running]
         lengths[running & (chosen == task.END)] = position + 1
     return tokens, lengths, log_probs
 
@@ -139,7 +139,7 @@ def log_probs_of(model: Any, tokens: Tensor) -> Tensor:
 def collect(model: Any, reference: Any, texts: list[str], answers: int, seed: int) -> Rollouts:
     """Sample ``answers`` answers to each prompt over all data-parallel ranks, and score them.
 
-    Answer ``i`` of the step belongs to rank ``i % ranks``, so a prompt's answers lie on several.
+    Answer ``i`` of the step belongs to rank ``i % ranks``, so a prompt's answers are on several ranks.
     """
     group = parallel_state.get_data_parallel_group()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -159,8 +159,8 @@ def collect(model: Any, reference: Any, texts: list[str], answers: int, seed: in
     rewards = torch.tensor([task.reward(texts[p], answer) for p, answer in pairs]).cuda()
     parts = [torch.empty_like(rewards) for _ in range(ranks)]
     dist.all_gather(parts, rewards, group=group)
-    everywhere = torch.stack(parts, dim=1).view(-1)  # [i // ranks, i % ranks]: by number again
-    advantages = task.group_advantages(everywhere, answers)[mine.to(everywhere.device)]
+    step_rewards = torch.stack(parts, dim=1).view(-1)  # in the order of the answers of the step
+    advantages = task.group_advantages(step_rewards, answers)[mine.to(step_rewards.device)]
 
     return Rollouts(
         tokens=tokens,

@@ -1,8 +1,8 @@
 """The task: sums of small numbers, answered in free form and checked exactly.
 
 A prompt is ``7+5``. An answer is any string that ends with the end token; its value follows its
-last ``=``, and whatever stands before that is the model's own affair. So ``=12`` is right, and so
-is ``4+1=12``, only longer.
+last ``=``, and the text before that does not count. So ``=12`` is right, and so is ``4+1=12``, only
+longer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: list[int]) -> str:
-    """Text of ``tokens``; tokens that are no text become ``?``."""
+    """Text of ``tokens``, with ``?`` for those that are not text."""
     return "".join(TEXT[token] if token < len(TEXT) else "?" for token in tokens)
 
 
@@ -45,9 +45,9 @@ def reward(prompt: str, answer: list[int]) -> float:
     """
     if not answer or answer[-1] != END:
         return 0.0
-    _, equals, said = decode(answer[:-1]).rpartition("=")
+    _, equals, value = decode(answer[:-1]).rpartition("=")
     left, right = prompt.split("+")
-    return float(bool(equals) and said == str(int(left) + int(right)))
+    return float(bool(equals) and value == str(int(left) + int(right)))
 
 
 def group_advantages(rewards: Tensor, answers: int) -> Tensor:
@@ -64,11 +64,11 @@ def group_advantages(rewards: Tensor, answers: int) -> Tensor:
 
 
 def examples(number: int, largest: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts with right answers for the warm-up, after detours of any length that mean nothing."""
-    draw = random.Random(seed)
+    """Prompts with right answers for the warm-up; random text of random length comes before them."""
+    rng = random.Random(seed)
     pairs = []
     for _ in range(number):
-        left, right = draw.randint(0, largest), draw.randint(0, largest)
-        detour = "".join(draw.choice(TEXT[:-1]) for _ in range(draw.randrange(6)))
+        left, right = rng.randint(0, largest), rng.randint(0, largest)
+        detour = "".join(rng.choice(TEXT[:-1]) for _ in range(rng.randrange(6)))
         pairs.append((encode(f"{left}+{right}"), [*encode(f"{detour}={left + right}"), END]))
     return pairs

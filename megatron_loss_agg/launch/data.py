@@ -1,4 +1,4 @@
-"""The training data of a run, read by Megatron's own data sets from the run's own flags."""
+"""The training data of a run, read by Megatron's data sets from the flags of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_loss_agg.microbatch import Microbatch
 
 
 def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
-    """The first ``number`` rows or packs of the training data that Megatron's flags ``argv`` name.
+    """The first ``number`` rows or packs of the training data in Megatron's flags ``argv``.
 
     They come as ``pretrain_gpt.py`` builds them, in the order of Megatron's sequential sampler:
     from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, or else `GPTDataset`.
@@ -88,7 +88,7 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
         config.split_matrix[1:] = None, None  # validation and test, which may be empty
     mock_or_indexed = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
     dataset_class = SFTDataset if args.sft else mock_or_indexed
-    # The order depends on how many samples the whole run draws.
+    # The order of the rows depends on the number of samples of the whole run.
     run_samples = args.train_samples or (args.train_iters or 0) * (args.global_batch_size or 0)
     sizes = [run_samples or number, 0, 0]
     dataset, _, _ = BlendedMegatronDatasetBuilder(
@@ -103,7 +103,7 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
 
 
 def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> None:
-    """Refuse flags without data, and those with which the run reads other rows than these.
+    """Refuse flags without data, and flags under which the run would read other rows.
 
     Raises:
         OptionError: such flags.

@@ -30,18 +30,20 @@ from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
 
 Result = tuple[str, str]
-"""OK, WARN or FAIL, and a text. FAIL: the plugin would not run, or would not be exact."""
+"""OK, WARN or FAIL, and a text. FAIL: the plugin would not run, or its loss would not be exact."""
 Check = Callable[[], Result | None]
-"""None: nothing to report. An error is a FAIL, too."""
+"""Returns None if there is nothing to report. An exception is a FAIL, too."""
 
 
-def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Sequence[str]) -> int:
+def main(
+    argv: Sequence[str], adapter_lines: Callable[[str], str], frameworks: Sequence[str]
+) -> int:
     """Print one finding per line; return 1 if any of them is FAIL, else 0.
 
     Args:
-        settings_of: name of a framework -> the lines that select its adapter; raises an error if the
-            installed framework does not have its extension point.
-        frameworks: the names that it takes.
+        adapter_lines: name of a framework -> the lines that select its adapter; raises an error if
+            the installed framework does not have its extension point.
+        frameworks: the names of all frameworks with an adapter.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     script_flags = argv[end + 1 :] if end < len(argv) else None
@@ -63,15 +65,15 @@ def main(argv: Sequence[str], settings_of: Callable[[str], str], frameworks: Seq
     )
     args = parser.parse_args(argv[:end])
     if script_flags and Path(script_flags[0]).is_file():
-        # As when the script runs: its folder comes first, where Megatron and modules may lie.
+        # As when the script runs: its folder comes first, and may have Megatron or modules.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
-    # Megatron's warnings at its import are no findings.
+    # Megatron warns at its import about other things than the plugin.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
         checks = _checks(script_flags)
         if args.framework is not None:
-            checks[args.framework] = partial(_check_framework, args.framework, settings_of)
+            checks[args.framework] = partial(_check_framework, args.framework, adapter_lines)
         findings = []
         for name, check in checks.items():
             try:
@@ -155,7 +157,7 @@ def _check_training(training: ModuleType | Exception, core_root: Path) -> Result
 def _check_data_helpers(folder: Path) -> Result | None:
     """The programs that a checkout lacks to build the C++ helpers of its data sets."""
     built = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if built.exists() or not (folder / "Makefile").exists():  # wheels have them built
+    if built.exists() or not (folder / "Makefile").exists():  # wheels come with them built
         return None
     programs = ("make", os.environ.get("CXX", "g++"), "python3", "python3-config")
     missing = [program for program in programs if shutil.which(program) is None]
@@ -221,11 +223,11 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Result:
     return "OK", f"{loss}; no other flag conflicts with it{needs}"
 
 
-def _check_framework(name: str, settings_of: Callable[[str], str]) -> Result:
+def _check_framework(name: str, adapter_lines: Callable[[str], str]) -> Result:
     """The extension point of a framework's adapter; with it, the lines to set."""
     agg = flags.aggregation_from(argparse.Namespace(**flags.environment_flags()))
     try:
-        settings = settings_of(name)
+        settings = adapter_lines(name)
     except AggregationError:
         raise
     except Exception as error:  # whatever the framework's import raises

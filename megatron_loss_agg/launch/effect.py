@@ -1,7 +1,7 @@
-"""Fail the run if ``--loss-aggregation`` was given but never took effect.
+"""Fail the run if ``--loss-aggregation`` never took effect.
 
-A script can compute its loss without Megatron's schedule. It would then train on Megatron's own
-loss, without a word about it.
+A script can compute its loss without Megatron's schedule. It would then train on its usual loss,
+without a word about it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class FlagUse:
     """The plugin's flags in this process, and their use so far.
 
     Args:
-        argv: the arguments of the script, ours among them if the environment holds none.
+        argv: the arguments of the script; with the plugin's flags, unless the environment has them.
 
     Attributes:
         values: the flags' values, by the parser's names.
-        other_arguments: the script's own arguments, in their order.
-        has_megatron_optimizer: True once this process has made an optimizer of Megatron's, which
-            steps torch's optimizers by itself, also to initialize their state.
+        other_arguments: the arguments of the script without the plugin's flags, in their order.
+        has_megatron_optimizer: True once this process has made an optimizer of Megatron's. It then
+            steps torch's optimizers, even before training, to initialize their state.
 
     Raises:
         OptionError: a flag is bad.
@@ -42,7 +42,7 @@ class FlagUse:
         self.has_megatron_optimizer = False
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
         self._schedule_was_called = False
-        self._training_hook: LossHook | None = None  # of the last training call
+        self._training_hook: LossHook | None = None  # that of the last training call
 
     @property
     def mode(self) -> str | None:
@@ -56,7 +56,7 @@ class FlagUse:
         return self._training_hook is not None and self._training_hook.step_is_empty
 
     def recorded(self, hook: LossHook, hooked: Callable[..., Any]) -> Callable[..., Any]:
-        """``hooked``, a schedule with the loss of ``hook``, whose calls are recorded here."""
+        """The schedule ``hooked``, with the loss of ``hook``, and a record of its calls."""
 
         @functools.wraps(hooked)
         def schedule(**arguments: Any) -> Any:
@@ -99,8 +99,8 @@ class FlagUse:
     def error_at_exit(self) -> HostError | None:
         """The error of a script that ends now without effect of its flags; None if all is well.
 
-        All is well in a run that had nothing to do. Megatron's own loop makes no step if its
-        checkpoint is of the last iteration already; it sets ``do_train`` in its flags.
+        All is well in a run that had nothing to do: Megatron's loop makes no step if its checkpoint
+        is that of the last iteration. That loop sets ``do_train`` in its flags.
         """
         had_nothing_to_do = self._asks_for_help or hasattr(megatron_args(), "do_train")
         if self._schedule_was_called or had_nothing_to_do or not self.mode:
@@ -122,7 +122,7 @@ class FlagUse:
             code = refuse(error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)  # an exception in this place would not change the exit code
+            os._exit(code)  # in an atexit function an exception does not change the exit code
 
 
 def refuse(error: AggregationError) -> int:

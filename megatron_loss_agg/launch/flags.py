@@ -1,4 +1,4 @@
-"""The plugin's flags, on the command line or in the environment, and the aggregation of them."""
+"""The plugin's flags, on the command line or in the environment, and their aggregation."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
 """The environment variable that holds the flags where another program owns the command line."""
 _CUTOFF = 0.85
-"""Similarity (difflib ratio) from which an unknown flag is taken for a misspelt one of ours.
+"""Similarity (difflib ratio) from which an unknown flag counts as a misspelt one of ours.
 
-Megatron's own flags score below 0.7.
+Megatron's flags score below 0.7.
 """
 
 
@@ -43,13 +43,13 @@ class _Option(NamedTuple):
 
 
 _ONLY_MODE = {"function": "custom", "levels": "nested_mean"}
-"""Options of a single mode."""
+"""Options with a single mode that takes them."""
 _MTP_MODES = tuple(
     name
     for name, mode in MODES.items()
     if mode.divisor == "refused" and name not in _ONLY_MODE.values()
 )
-"""The modes without options of their own."""
+"""The modes without further options."""
 _COUNT_OR_SKIP = ("count", "skip")
 _AGGREGATION_OPTIONS = {
     "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D", type=float),
@@ -217,7 +217,8 @@ def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
     options: list[dict[str, Any]] = [{} for _ in modes]
     for name in (x for x in _AGGREGATION_OPTIONS if x in values):
         takers = [i for i, x in enumerate(modes) if _takes(x, name)]
-        for i in takers or [0]:  # the mode of the loss refuses what none takes
+        # An option that none takes goes to the mode of the loss, which refuses it with its reason.
+        for i in takers or [0]:
             options[i][name] = values[name]
     return [_aggregation(*pair) for pair in zip(modes, options, strict=True)]
 
@@ -225,7 +226,7 @@ def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
 def hook_options(args: argparse.Namespace) -> dict[str, Any]:
     """By name, the values or defaults of the flags that set up the hook.
 
-    Those of several values are lists.
+    Flags of several values have lists.
     """
     values = _values(args)
     options = {name: values.get(name, x.default) for name, x in _HOOK_OPTIONS.items()}
@@ -253,7 +254,7 @@ def aggregation_from_environment() -> LossAggregation | None:
 
 
 def process_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags among ``argv`` or in the environment, and the other arguments, as `parse_flags`."""
+    """Our flags in ``argv`` or in the environment, and the other arguments, as in `parse_flags`."""
     values, others = parse_flags(argv)
     environment_values = environment_flags()
     if values and environment_values:
@@ -277,7 +278,7 @@ def environment_flags() -> dict[str, Any]:
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags among ``argv``, by the parser's names, and the other arguments in their order."""
+    """Our flags in ``argv``, by the parser's names, and the other arguments in their order."""
     parser = add_arguments(
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     )
@@ -286,7 +287,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if times > 1:
         raise OptionError(f"{FLAG} must be given once, got {times}. Remove all {FLAG} but one.")
     names = [FLAG, *map(_flag, _OPTIONS)]
-    # A script that ignores unknown flags would train as without the plugin.
+    # A script that ignores unknown flags would train without the plugin if ours are misspelt.
     for flag in (x.partition("=")[0] for x in others if x.startswith("--")):
         _refuse_removed(flag)
         cutoff = 0.0 if flag.startswith(FLAG) else _CUTOFF
@@ -308,7 +309,7 @@ def check_place_of_cpu(script: Path, arguments: Sequence[str]) -> None:
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:
-    """The function or class ``path``, ``module:name``, which is the value of ``flag``."""
+    """The function or class at ``path`` (``module:name``), the value of ``flag``."""
     module, _, name = path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -333,7 +334,7 @@ def _as_flag(setting: str) -> str:
 def _values(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the further flags in ``args``, by their names in `_OPTIONS`.
 
-    They may come from a YAML file of Megatron, which no parser has checked.
+    They may come from a YAML file of Megatron, so no parser has checked them.
 
     Raises:
         OptionError: a value is not one of the flag's words, or a setting is not ours.
@@ -360,7 +361,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _listed(value: str | Sequence[str]) -> list[str]:
-    """The words of a flag of several values, or of one text in a YAML file; commas separate, too."""
+    """The words of a flag of several values, or of a text in a YAML file; separated by commas, too."""
     text = value if isinstance(value, str) else " ".join(value)
     return text.replace(",", " ").split()
 

@@ -1,4 +1,4 @@
-"""Replaces functions of Megatron, so that every loop on its schedules uses the flags' hook."""
+"""Replaces functions of Megatron, so that every loop on its schedules uses the hook of the flags."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from megatron_loss_agg.mcore import (
     with_ids,
 )
 from megatron_loss_agg.mcore.batches import ReadBatch
-from megatron_loss_agg.mcore.call import STOCK, model_chunks
+from megatron_loss_agg.mcore.call import ORIGINAL, model_chunks
 from megatron_loss_agg.mcore.checks.before import check_settings
 
 Schedule = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
-"""(Megatron's parsed flags, whether Megatron's own training loop asks) -> its hook."""
+"""(Megatron's parsed flags, whether the hook is for Megatron's training loop) -> the hook."""
 
 
 def hook_from_args(
@@ -43,7 +43,7 @@ def hook_from_args(
 
     Args:
         args: Megatron's parsed flags, ours among them.
-        in_training_loop: True if Megatron's own training loop will use it.
+        in_training_loop: True if the hook is for Megatron's training loop.
         read_batch: reads batches without ``--loss-aggregation-batch``.
 
     Raises:
@@ -60,7 +60,7 @@ def hook_from_args(
     if options["sft_prompt_field"]:
         sft.check_flag(args, options["batch"])
         read_batch = sft.read_conversations
-    # Those of the user come first: they may change the loss itself, and get it without MTP's part.
+    # The user's extensions come first: they may change the loss, and should get it without MTP's part.
     extensions = [_user_extension(path) for path in options["extension"]]
     settings = {}
     if options["extension"]:
@@ -73,7 +73,7 @@ def hook_from_args(
     if options["mtp"] != "megatron":
         extensions.append(MTPAggregation(_mtp_aggregation(options["mtp"], aggregation)))
         settings["mtp"] = options["mtp"]
-    # Other loops may make forward-only calls without a loss.
+    # In other loops forward-only calls may compute something else than a loss.
     evaluation = options["evaluation"] or ("same" if in_training_loop else "megatron")
     return LossHook(
         aggregation,
@@ -115,7 +115,7 @@ def _user_extension(path: str) -> Extension:
 
 
 def _mtp_aggregation(mode: str, aggregation: LossAggregation) -> LossAggregation | None:
-    """MTP's ``mode`` with the other options of the main loss; None: as the main loss."""
+    """MTP's ``mode`` with the other options of the main loss; None: that of the main loss."""
     if mode == "same":
         return None
     unset: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
@@ -124,8 +124,8 @@ def _mtp_aggregation(mode: str, aggregation: LossAggregation) -> LossAggregation
 
 def _megatron_split(args: Any) -> str | None:
     """The split of Megatron's ``get_batch`` under its flags; None: the default."""
-    covers_pack = getattr(args, "dataloader_inter_document_masking", False)
-    return "zigzag_pack" if covers_pack and not getattr(args, "sft", False) else None
+    splits_pack = getattr(args, "dataloader_inter_document_masking", False)
+    return "zigzag_pack" if splits_pack and not getattr(args, "sft", False) else None
 
 
 def install(
@@ -143,15 +143,15 @@ def install(
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
-        make_hook: called once for Megatron's own training loop, before the model is built, and
-            once for each model of other loops.
+        make_hook: called once for Megatron's training loop, before the model is built, and once for
+            each model of other loops.
         watch_exit: end the process with code 2 if the flags have had no effect when it exits.
         launcher: the launcher's record of the flags and their use. Flags that make no hook then end
-            the script with one line and exit code 2 in place of a traceback.
+            the script with one line and exit code 2, instead of a traceback.
 
     Returns:
-        ``uninstall``, which restores every function and the command line, but not in loops that
-        have kept one; it does nothing if the plugin was installed before.
+        ``uninstall``: it restores every function and the command line, but loops that have imported
+        a function go on with ours. It does nothing if the plugin was installed before.
 
     Raises:
         AggregationError: bad flags; raised before Megatron is imported.
@@ -160,7 +160,7 @@ def install(
     use = launcher or FlagUse(sys.argv[1:])
     hook_from_args(argparse.Namespace(**use.values))
     table = replacements()
-    if any(hasattr(getattr(row.holder, row.name), STOCK) for row in table):
+    if any(hasattr(getattr(row.holder, row.name), ORIGINAL) for row in table):
         return lambda: None
     plugin = Plugin(use, prepare_parser, make_hook, exit_on_error=launcher is not None)
     undo = contextlib.ExitStack()
@@ -184,7 +184,7 @@ def _replacement(original: Callable[..., Any], method: Callable[..., Any]) -> Ca
     def function(*args: Any, **kwargs: Any) -> Any:
         return method(original, *args, **kwargs)
 
-    setattr(function, STOCK, (function, original))
+    setattr(function, ORIGINAL, (function, original))
     return function
 
 
@@ -210,7 +210,7 @@ class Plugin:
         self._make_hook = make_hook
         self._exit_on_error = exit_on_error
         self._hooked_in_training_loop: Callable[[Schedule], Schedule] | None = None
-        # A hook checks and measures the first step of one model.
+        # One hook for each model, since a hook checks and measures the first step of its model.
         self._hooked_by_model: WeakKeyDictionary[Any, Callable[[Schedule], Schedule]]
         self._hooked_by_model = WeakKeyDictionary()
 
@@ -220,7 +220,8 @@ class Plugin:
         Without ``--loss-aggregation`` it returns the schedule as it is.
         """
         args = megatron_args()
-        vars(args).update(self._use.values)  # a YAML file may have replaced the command line
+        # Once more, since Megatron's YAML file replaces the command line.
+        vars(args).update(self._use.values)
         try:
             hook = self._make_hook(args, in_training_loop)
         except AggregationError as error:
@@ -235,7 +236,7 @@ class Plugin:
         return hooked
 
     def run_schedule(self, schedule: Schedule, **arguments: Any) -> Any:
-        """Runs the schedule of a loop that is not Megatron's own; each of its models has a hook."""
+        """Runs the schedule of a loop other than Megatron's; each of its models has a hook."""
         first_chunk = model_chunks(arguments["model"])[0]
         if first_chunk not in self._hooked_by_model:
             self._hooked_by_model[first_chunk] = self._new_hook(in_training_loop=False)
@@ -248,7 +249,7 @@ class Plugin:
     def step_optimizer(
         self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """For an empty step, returns as Megatron's optimizers do on overflow."""
+        """Steps; an empty step is skipped with the result of Megatron's optimizers on overflow."""
         self._use.check_before_step(optimizer)
         if self._use.skips_optimizer:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
@@ -260,8 +261,8 @@ class Plugin:
         """Returns a pack of Megatron's SFT data, with prompt ids if the flags name their field."""
         item, args = get_item(dataset, index), megatron_args()
         field = getattr(args, "loss_aggregation_sft_prompt_field", None)
-        evaluates = getattr(args, "loss_aggregation_evaluation", None) != "megatron"
-        if field is None or not (evaluates or dataset.index_split.name == "train"):
+        aggregate_evaluation = getattr(args, "loss_aggregation_evaluation", None) != "megatron"
+        if field is None or not (aggregate_evaluation or dataset.index_split.name == "train"):
             return item
         return sft.with_prompt_ids(item, dataset, index, field)
 
@@ -279,11 +280,11 @@ class Plugin:
         return setup(*args, **kwargs)
 
     def wrap_data_iterator(self, wrap: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Lets ids of samples through Megatron's packing schedulers, if the flags are given."""
+        """Adds the ids of samples to packs of Megatron's schedulers, with ``--loss-aggregation``."""
         return (with_ids(wrap) if self._use.mode else wrap)(*args, **kwargs)
 
     def get_schedule(self, get: Callable[..., Schedule], *args: Any, **kwargs: Any) -> Schedule:
-        """Returns the schedule of Megatron's own loop; all of its models have one hook."""
+        """Returns the schedule of Megatron's training loop; all of its models have one hook."""
         if self._hooked_in_training_loop is None:
             self._hooked_in_training_loop = self._new_hook(in_training_loop=True)
         return self._hooked_in_training_loop(get(*args, **kwargs))
@@ -300,7 +301,7 @@ class Replacement(NamedTuple):
 def replacements() -> list[Replacement]:
     """The functions of Megatron that `install` replaces, each with ours.
 
-    Without `megatron.training`, whose scripts will say why they need it, there are fewer.
+    Without `megatron.training` there are fewer. Scripts that need it raise their own error.
 
     Raises:
         HostError: Megatron lacks one of them.
@@ -310,7 +311,7 @@ def replacements() -> list[Replacement]:
     from megatron.core.pipeline_parallel import schedules
 
     table = [
-        # What `get_forward_backward_func` returns, to whoever imported it.
+        # The results of `get_forward_backward_func`, which other modules may have imported already.
         Replacement(schedules, "forward_backward_no_pipelining", Plugin.run_schedule),
         Replacement(
             schedules, "forward_backward_pipelining_with_interleaving", Plugin.run_schedule

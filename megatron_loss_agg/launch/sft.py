@@ -1,8 +1,8 @@
 """Prompt ids of Megatron's ``--sft`` data, from a field of its lines of JSON.
 
 A line is one pack of one or several conversations; each begins with a system message. The field
-holds one id for all of them, an int or a string, or a list of one for each. Every token gets the id
-of its conversation, so that ids go wherever Megatron puts the tokens; they are read at the first
+holds one id for all of them, an int or a string, or a list with an id for each. Every token gets the
+id of its conversation, so that ids go wherever Megatron puts the tokens. They are read from the first
 token of each conversation.
 """
 
@@ -75,7 +75,7 @@ def with_prompt_ids(
 
 
 def _token_ids(ids: Tensor, cu_seqlens: Tensor, where: str) -> Tensor:
-    """int64 [tokens], from the ids of all conversations; Megatron may have cut off the last ones."""
+    """int64 [tokens], from the ids of all conversations."""
     offsets = cu_seqlens.tolist()
     end = offsets[-1]  # repeated, so that the offsets of all packs have one length
     lengths = [b - a for a, b in pairwise(offsets[: offsets.index(end) + 1])]
@@ -84,6 +84,7 @@ def _token_ids(ids: Tensor, cu_seqlens: Tensor, where: str) -> Tensor:
             f"every conversation must have tokens, got one without in {where}. Remove it, or drop "
             f"{FLAG}."
         )
+    # Megatron cuts a pack at the sequence length: it may lack the last conversations.
     return ids[: len(lengths)].repeat_interleave(torch.tensor(lengths))
 
 

@@ -15,15 +15,15 @@ from megatron_loss_agg.mcore.packs import OFFSET_KEYS, pack_offsets
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Microbatch,
-    MicrobatchOfTerms,
+    TermMicrobatches,
     holds_integers,
 )
 from megatron_loss_agg.tensors import described
 
 _T = TypeVar("_T")
-ReadBatch = Callable[[Any], MicrobatchOfTerms]
+ReadBatch = Callable[[Any], TermMicrobatches]
 """One batch -> its microbatch."""
-ReadStep = Callable[[Any, int], Sequence[MicrobatchOfTerms]]
+ReadStep = Callable[[Any, int], Sequence[TermMicrobatches]]
 """The schedule's data iterator and number of microbatches -> all microbatches of the call."""
 
 HOW_TO_READ = (
@@ -32,17 +32,17 @@ HOW_TO_READ = (
 )
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
-"""Batch keys of integers by token that the model is called with. Positions tell no tokens apart."""
+"""Batch keys of integers by token that the model is called with; positions are the same everywhere."""
 
 _TOKEN_IDS = ("input_ids", "position_ids")
-"""Batch keys with an element for each token, despite their names."""
+"""Batch keys that end in "_ids", and have an element for each token, not for each sample."""
 
 
 class DrawnBatches:
-    """The batches of one call, drawn from ``source`` before the forward steps ask for them.
+    """The batches of one call, drawn from ``source`` before the forward steps take them.
 
-    They wait for their forward passes while later ones are drawn, so ``source`` must not fill the
-    same memory for each.
+    They wait for their forward passes while later ones are drawn, so ``source`` must not write each
+    into the same memory.
     """
 
     def __init__(self, source: Any, number: int) -> None:
@@ -63,7 +63,7 @@ class DrawnBatches:
             batch = next(self._source)
         except StopIteration:
             if not self._batches:
-                raise  # the end of the data, which a loop may wait for
+                raise  # the end of the data, as a loop without the hook sees it
             raise DataError(
                 f"the data iterator must give {self._number} batches for a call, got "
                 f"{len(self._batches)}. Leave out the last step, or lower its num_microbatches."
@@ -103,7 +103,7 @@ def is_by_sample(key: str) -> bool:
 
 
 def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
-    """The microbatch that a batch of a Megatron data loader describes.
+    """The microbatch of a batch of a Megatron data loader.
 
     Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
     ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
@@ -116,22 +116,22 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     - ``cu_seqlens_q`` and, if padded, ``cu_seqlens_q_padded``: Megatron-Bridge 0.6.
 
     Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
-    the model. Trailing offsets that repeat the last one (the last padded one, if given) are filler,
+    the model. Trailing offsets that repeat the last one (the last padded one, if any) are filler,
     unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
-    the end of a pack; ``token_count`` tells it from a real one, and it is left out. A dummy
+    the end of a pack; it begins at ``token_count`` or later, and is left out. A dummy
     microbatch has ``cu_seqlens`` of 0 alone and no samples, whatever its ``cu_seqlens_padded``.
 
     Args:
-        units: whose keys ``<unit>_ids`` a batch with samples must have; of other names than the
-            fields of `Microbatch` they are read for ``ids``.
+        units: a batch with samples must have the key ``<unit>_ids`` of each. Units without a field
+            of `Microbatch` are read into its ``ids``.
 
     Raises:
         DataError: a key is missing, or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         raise DataError(
-            f"a batch must be a mapping with the tensor 'loss_mask', got {keys_of(batch)}. Add that key "
-            "(a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
+            f"a batch must be a mapping with the tensor 'loss_mask', got {batch_keys(batch)}. Add that "
+            "key (a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
             f"{HOW_TO_READ}."
         )
     whole_mask = batch["loss_mask"]
@@ -152,25 +152,26 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     mask = whole_mask
     if offsets and mask.dim() == 2:
         mask = mask.reshape(1, -1)
-    inputs = model_inputs_of(batch, mask)
+    inputs = model_inputs_in(batch, mask)
     microbatch = Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
     missing = [f"{unit}_ids" for unit in units if microbatch.ids_of(unit) is None]
     if missing and microbatch.num_samples:
         raise DataError(
             f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
-            f"{keys_of(batch)}. Add that key (for Megatron's --sft: --loss-aggregation-sft-prompt-field "
-            "FIELD gives prompt_ids), or choose another mode or levels (--loss-aggregation, "
-            "--loss-aggregation-levels)."
+            f"{batch_keys(batch)}. Add that key (for Megatron's --sft: "
+            "--loss-aggregation-sft-prompt-field FIELD gives prompt_ids), or choose another mode or "
+            "levels (--loss-aggregation, --loss-aggregation-levels)."
         )
     return microbatch
 
 
-def keys_of(batch: Any) -> str:
+def batch_keys(batch: Any) -> str:
+    """The keys of a batch in words; its type if it is not a mapping."""
     return str(sorted(map(str, batch))) if isinstance(batch, Mapping) else type(batch).__name__
 
 
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
-    """``read``; if it is `read_batch`, with the ``units`` whose ids ``terms`` need.
+    """``read``; if it is `read_batch`, with the units that ``terms`` group by.
 
     Data sets are left out, since batches of evaluations may lack their ids: see `with_dataset_ids`.
 
@@ -191,14 +192,15 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
 
 
 def changed_terms(
-    change: Callable[[Microbatch], Microbatch], microbatch: MicrobatchOfTerms
-) -> MicrobatchOfTerms:
+    change: Callable[[Microbatch], Microbatch], microbatch: TermMicrobatches
+) -> TermMicrobatches:
+    """``change`` applied to the microbatch, or to that of each term."""
     if isinstance(microbatch, Mapping):
         return {name: change(x) for name, x in microbatch.items()}
     return change(microbatch)
 
 
-def model_inputs_of(batch: Any, mask: Tensor) -> list[Tensor]:
+def model_inputs_in(batch: Any, mask: Tensor) -> list[Tensor]:
     """The integer tensors of the batch with an element for each token."""
     if not isinstance(batch, Mapping):
         return []

@@ -18,7 +18,7 @@ from megatron_loss_agg.microbatch import MicrobatchShape
 
 
 class CPRank(NamedTuple):
-    """This rank's place among the context-parallel ranks that share the tokens of a microbatch."""
+    """This rank among the context-parallel ranks that share the tokens of a microbatch."""
 
     size: int
     rank: int
@@ -33,14 +33,14 @@ class ProcessGroups:
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
     is_last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
-    dp_cp: dist.ProcessGroup | None = None  # of dynamic context parallelism
+    dp_cp: dist.ProcessGroup | None = None  # None without dynamic context parallelism
 
     @classmethod
     def of(cls, pg_collection: Any = None, is_dynamic: bool = False) -> ProcessGroups:
-        """From ``pg_collection`` if the schedule got one, else from Megatron's globals.
+        """Those of ``pg_collection`` if the schedule got one, else Megatron's global ones.
 
         Args:
-            is_dynamic: every microbatch has context-parallel ranks of its own.
+            is_dynamic: each microbatch has its own context-parallel ranks.
         """
         from megatron.core import parallel_state
 
@@ -72,7 +72,7 @@ class ProcessGroups:
 
     @property
     def count_group(self) -> dist.ProcessGroup:
-        """The ranks that count the step together: those that have different microbatches."""
+        """The ranks that count the step together, since they have different microbatches."""
         return self.dp if self.dp_cp is None else self.dp_cp
 
     @property
@@ -81,10 +81,11 @@ class ProcessGroups:
         return self.cp if self.dp_cp is None else self.dp_cp
 
     def cp_rank_in(self, shape: MicrobatchShape) -> CPRank:
-        """This rank among those of a microbatch: all of the cp group, or the microbatch's own."""
+        """This rank among those of a microbatch of this shape."""
         if self.dp_cp is None:
             return CPRank(self.cp_size, self.cp_rank)
         size = shape.local_cp_size or 1
+        # Megatron's dynamic process groups are consecutive ranks that begin at a multiple of the size.
         return CPRank(size, dist.get_rank(self.dp_cp) % size)
 
     def cp_group(self, size: int) -> dist.ProcessGroup:
@@ -109,14 +110,14 @@ class Call:
     split: str  # how the script splits tokens over context-parallel ranks, see `split.SPLITS`
     groups: ProcessGroups
     scale: MegatronScale
-    config: Any  # the model's
+    config: Any  # the model's configuration
     chunks: tuple[Any, ...]  # this rank's model chunks, in their order
-    first_index: int = 0  # of the call's microbatches in its step
-    ends_step: bool = True  # no further call belongs to the step
+    first_index: int = 0  # index in the step of the call's first microbatch
+    ends_step: bool = True  # whether this is the step's last call
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], terms: Mapping[str, Term], split: str) -> Call:
-        """From the schedule's ``arguments``.
+        """The call with the schedule's ``arguments``.
 
         Raises:
             HostError: one is missing, or there is no microbatch.
@@ -147,15 +148,15 @@ class Call:
 
     @property
     def pg_collection(self) -> Any:
-        """The script's own process groups; None if it uses Megatron's global ones."""
+        """The script's process groups; None if it uses Megatron's global ones."""
         return self.arguments.get("pg_collection")
 
     @functools.cached_property
     def draws_samples(self) -> bool:
         """Whether the schedule draws the whole step as one item of samples.
 
-        Megatron's hybrid context parallelism does; newer releases take its flag as an alias of the
-        dynamic kind, which draws microbatches.
+        Megatron's hybrid context parallelism does. In newer releases its flag is an alias of the
+        dynamic kind, where the schedule draws microbatches.
         """
         is_hybrid = getattr(self.config, "hybrid_context_parallel", False)
         return bool(is_hybrid) and not getattr(self.config, "dynamic_context_parallel", False)
@@ -171,7 +172,7 @@ class Call:
 
     @functools.cached_property
     def data_iterator(self) -> Any:
-        """Of the last chunk, which computes the loss; None on ranks without data."""
+        """The iterator of the last chunk, where the loss is computed; None on ranks without data."""
         iterators = self.arguments["data_iterator"]
         return iterators[-1] if isinstance(iterators, list) else iterators
 
@@ -187,9 +188,13 @@ class Call:
 
     @contextlib.contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Keep Megatron from reducing and scaling gradients, as only a step's last call may."""
+        """Keep Megatron from reducing and scaling gradients, as only a step's last call may.
+
+        Gradients that were reduced already would be reduced again with those of the next call.
+        """
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
         with contextlib.ExitStack() as stack:
+            # The schedule enters ``no_sync_func`` until its last microbatch; this is entered for all.
             for chunk in self.chunks:
                 if hasattr(chunk, "no_sync"):
                     stack.enter_context(chunk.no_sync())
@@ -206,18 +211,18 @@ def innermost(model: Any) -> Any:
 
 
 def _dynamic_cp_group(size: int) -> dist.ProcessGroup:
-    """This rank's group of ``size`` ranks, as Megatron takes it for a microbatch that they hold."""
+    """Megatron's process group of ``size`` ranks, with this one, that share a microbatch."""
     from megatron.core import parallel_state
 
     name = "get_dynamic_data_context_parallel_groups"
-    groups = getattr(parallel_state, name, None)  # where Megatron has the dynamic kind
+    groups = getattr(parallel_state, name, None)  # in releases with the dynamic kind
     groups = groups or parallel_state.get_hybrid_data_context_parallel_groups
     group: dist.ProcessGroup = groups(group_size=size)
     return group
 
 
 def _data_parallel_group(with_cp: bool) -> dist.ProcessGroup:
-    """Gloo's, where Megatron has one beside NCCL's: a gather of counts waits for no kernel."""
+    """The data-parallel group, of Gloo if Megatron has one: it gathers counts without the GPU."""
     from megatron.core import parallel_state
 
     name = "_DATA_PARALLEL_GROUP_WITH_CP_GLOO" if with_cp else "_DATA_PARALLEL_GROUP_GLOO"
@@ -226,7 +231,7 @@ def _data_parallel_group(with_cp: bool) -> dist.ProcessGroup:
 
 
 def _is_dynamic(config: Any) -> bool:
-    """Whether every microbatch has context-parallel ranks of its own."""
+    """Whether each microbatch has its own context-parallel ranks."""
     names = ("hybrid_context_parallel", "dynamic_context_parallel")
     return any(getattr(config, name, False) for name in names)
 
@@ -236,21 +241,21 @@ def model_chunks(model: Any) -> tuple[Any, ...]:
     return tuple(model) if isinstance(model, list) else (model,)
 
 
-def defaults_of(schedule: Callable[..., Any]) -> dict[str, Any]:
+def default_arguments(schedule: Callable[..., Any]) -> dict[str, Any]:
     """The default values of the arguments of ``schedule``."""
     # A signature includes what a `functools.partial` has bound.
     parameters = inspect.signature(schedule).parameters.values()
     return {x.name: x.default for x in parameters if x.default is not x.empty}
 
 
-STOCK = "stock_schedule"
-"""Attribute of a wrapper of Megatron's schedule: (the wrapper, Megatron's function)."""
+ORIGINAL = "megatron_original"
+"""Attribute of a wrapper of a function of Megatron's: (the wrapper, Megatron's function)."""
 
 
-def stock(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's own function, if ``schedule`` is a wrapper with the attribute `STOCK`."""
-    wrapper, function = getattr(schedule, STOCK, (None, schedule))
-    # `functools.wraps` copies the attribute to other wrappers.
+def original(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's own function, if ``schedule`` is a wrapper with the attribute `ORIGINAL`."""
+    wrapper, function = getattr(schedule, ORIGINAL, (None, schedule))
+    # Compared, since `functools.wraps` copies the attribute to wrappers of this one.
     return function if wrapper is schedule else schedule
 
 

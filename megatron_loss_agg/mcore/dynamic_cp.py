@@ -1,4 +1,4 @@
-"""Dynamic context parallelism: each microbatch has context-parallel ranks of its own.
+"""Dynamic context parallelism: each microbatch has its own context-parallel ranks.
 
 Megatron has two kinds. Under the hybrid one its schedule draws a whole step as one item, and deals
 its samples to ranks. Under the dynamic one the data iterator gives each rank its packs.
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.errors import AggregationError, DataError, HostError
-from megatron_loss_agg.mcore.batches import changed_terms, is_by_sample, keys_of
+from megatron_loss_agg.mcore.batches import batch_keys, changed_terms, is_by_sample
 from megatron_loss_agg.mcore.call import Call
-from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, MicrobatchOfTerms
+from megatron_loss_agg.microbatch import BY_SAMPLE, Microbatch, TermMicrobatches
 
 _T = TypeVar("_T")
 
 
-def batches_of(call: Call, item: Any) -> Sequence[Any]:
+def batches_on_rank(call: Call, item: Any) -> Sequence[Any]:
     """The batches of this rank in the item that hybrid context parallelism draws for a step."""
     assert call.groups.dp_cp is not None
     return dealt_batches(item, dist.get_rank(call.groups.dp_cp))
 
 
-def with_cp_size(microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms:
+def with_cp_size(microbatch: TermMicrobatches, batch: Any) -> TermMicrobatches:
     """``microbatch`` with the number of ranks that share it.
 
     Raises:
@@ -37,12 +37,12 @@ def with_cp_size(microbatch: MicrobatchOfTerms, batch: Any) -> MicrobatchOfTerms
 
     def changed(term: Microbatch) -> Microbatch:
         size, gid = keys.get("local_cp_size"), keys.get("gid")
-        if term.local_cp_size is not None:  # the reader of batches decides
+        if term.local_cp_size is not None:  # the user's reader of batches has set it
             size, gid = term.local_cp_size, term.gid
         if size is None:
             raise DataError(
                 "a batch under dynamic context parallelism must have the key 'local_cp_size', as those "
-                f"of Megatron's schedulers have, got {keys_of(batch)}. Add it, or let the reader of "
+                f"of Megatron's schedulers have, got {batch_keys(batch)}. Add it, or let the reader of "
                 "batches give Microbatch(local_cp_size=)."
             )
         fields: dict[str, Any] = {"local_cp_size": int(size)}
@@ -57,8 +57,8 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
     """The samples that Megatron's hybrid schedule deals to ``rank``, in its order: a batch each.
 
     Args:
-        item: of Megatron's ``HybridCPDataLoaderWrapper``: (sample by gid; by group of samples and
-            rank, its gids).
+        item: from Megatron's ``HybridCPDataLoaderWrapper``: the samples by gid (their number in the
+            step); and by group of samples, by rank, the gids that it computes.
     """
     is_pair = isinstance(item, (tuple, list)) and len(item) == 2
     if not is_pair or not isinstance(item[0], Mapping) or not isinstance(item[1], list):
@@ -77,6 +77,7 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
             for gid in gids:
                 ranks_by_gid.setdefault(gid, []).append(k)
         for sharing in ranks_by_gid.values():
+            # Megatron has process groups of 1, 2, 4, ... neighbouring ranks, and one of all.
             size, first = len(sharing), sharing[0]
             are_neighbours = sharing == [*range(first, first + size)]
             has_group = size == len(ranks) or (size.bit_count() == 1 and 2 * size <= len(ranks))
@@ -93,9 +94,9 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
 
 
 def _sample_value(key: str, value: Any) -> Any:
-    """A field of a batch of one sample: [1, tokens], or the one value [1] that all its tokens have.
+    """A field of a batch of one sample: [1, tokens]; or [1], the value that all its tokens share.
 
-    In Megatron's samples every field has an element for each token: ids, weights and rejections, too.
+    In Megatron's samples every field has an element for each token, even ids, weights and rejections.
     """
     if not isinstance(value, Tensor) or not value.dim():
         return value
@@ -116,8 +117,8 @@ def read_now(read: Callable[[], _T]) -> Callable[[], _T]:
 
     For loaders that communicate in ``next``, as under dynamic context parallelism. If one of them
     raises, the other ranks wait inside theirs: the exception must end this process before it enters
-    a collective of ours. Errors of our own are raised by the returned function, for all ranks to
-    learn of them.
+    a collective of ours. Our errors are raised by the returned function instead, inside the contexts
+    that raise them on all ranks.
     """
     refusal: AggregationError
     try:

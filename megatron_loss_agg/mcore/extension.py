@@ -1,4 +1,4 @@
-"""The way to plug in: what a hook does beside its own loss."""
+"""Extensions of a hook: they add to its loss or its reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_loss_agg.plan import StepPlan
 
 
 class Extension:
-    """Something that a hook does beside its own loss; each method may be left out.
+    """An addition to the loss or the reports of a hook; each method may be left out.
 
     An extension may add to the loss and to the reports, change Megatron's configuration while a call
     runs, and raise.
@@ -21,9 +21,9 @@ class Extension:
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         """Entered after the step is counted, left after Megatron's schedule.
 
-        On every rank, for every call of the schedule that the hook aggregates: a step is one call,
-        or several, of which ``call.begins_step`` and ``call.ends_step`` tell the first and the last.
-        May communicate, since all ranks enter.
+        On every rank, for every call of the schedule that the hook aggregates. A step is one call or
+        several: ``call.begins_step`` is True in the first, ``call.ends_step`` in the last. May
+        communicate, since all ranks enter.
 
         Args:
             plans: by term; None on pipeline stages without a loss. They hold masks, and the samples

@@ -1,4 +1,4 @@
-"""The first lines of the log: the losses, counts and settings as the hook understood them."""
+"""The first lines of the log: the losses, counts and settings of the hook in its first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_printing_rank(call: Call) -> bool:
-    """True on one rank of a model: the first of the last pipeline stage."""
+    """True on one rank of a model: the first one of the last pipeline stage."""
     groups = call.groups
     is_first = not any(dist.get_rank(group) for group in (groups.dp, groups.cp, groups.tp))
     return groups.is_last_stage and is_first
@@ -33,7 +33,7 @@ def is_printing_rank(call: Call) -> bool:
 def print_first_lines(
     hook: LossHook, call: Call, plans: Mapping[str, StepPlan], without_tokens: bool
 ) -> None:
-    """Print once for a step with tokens; before that, for a step without and an evaluation."""
+    """Print once for a step with tokens; before that, once for a step without, and an evaluation."""
     kind, printed = "step" if call.trains else "evaluation", hook.verified.printed
     if without_tokens:
         kind = f"empty {kind}"

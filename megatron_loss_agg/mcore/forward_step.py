@@ -1,4 +1,4 @@
-"""The results of a script's forward step: losses of tokens or samples, which the hook reduces."""
+"""The results of a script's forward step: losses of tokens or samples, not reduced yet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TermLosses:
     """The losses of one term of one microbatch on this rank."""
 
     losses: Tensor  # in any shape
-    mask: Tensor  # without gradient, at least fp32, in the same order
+    mask: Tensor  # without gradient, at least fp32, in the same order as the losses
     is_whole: bool = False  # every context-parallel rank has the losses of all tokens, or samples
     sequence_mask_sum: Tensor | None = None  # this rank's part of each sequence's mask sum
 
@@ -40,8 +40,8 @@ class ScriptLosses:
     report: dict[str, Any]
     further_reports: Sequence[tuple[Report, Sequence[str]]]  # of losses and weights, of these terms
     is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
-    stock_loss: Any = None  # what a stock loss function returned as its loss
-    returns_sum: bool = False  # beside a token count, which makes it a sum, not a mean
+    stock_loss: Any = None  # the loss that a stock loss function returned
+    has_token_count: bool = False  # beside the stock loss, which is then a sum, not a mean
 
 
 class LossFunction:
@@ -63,8 +63,8 @@ def script_losses(
 ) -> ScriptLosses:
     """The losses of microbatch ``i``, from the model's ``output``.
 
-    A stock loss function is called for its checks (NaN, spikes) and its report; its loss is not
-    used. The model's output is then the per-token loss.
+    A stock loss function, one that reduces losses as Megatron's does, is called for its checks (NaN,
+    spikes) and its report; its loss is not used. The model's output is then the per-token loss.
 
     Raises:
         HostError, DataError: a loss function, or results of one, that cannot be used.
@@ -94,28 +94,30 @@ def _stock_losses(
     if mask is None:
         raise HostError(
             "a forward step must return functools.partial(loss_func, loss_mask) with a parameter named "
-            f"loss_mask, or a TokenLoss, got {name_of(loss_function)}. Bind the mask, or return "
+            f"loss_mask, or a TokenLoss, got {function_name(loss_function)}. Bind the mask, or return "
             "megatron_loss_agg.mcore.TokenLoss."
         )
     if len(names) > 1:
         raise HostError(
             f"a loss of the terms {sorted(names)} must be a TokenLoss, whose losses are a mapping of "
-            f"them, got {name_of(loss_function)}. Return TokenLoss; for Megatron's distillation "
+            f"them, got {function_name(loss_function)}. Return TokenLoss; for Megatron's distillation "
             "add the extension of examples/extensions/distillation.py."
         )
+    # The hook's sum saves the output for the backward pass: a function that writes into it would
+    # change the gradients.
     version = _version(output)
     with torch.no_grad():
         returned = loss_function(output)
     if _version(output) != version:
         raise HostError(
             f"a loss function must not write into the model's losses, whose gradients the hook takes "
-            f"as they were, and {name_of(loss_function)} does. Make a new tensor (losses = losses * x), "
-            "or return a TokenLoss."
+            f"as they were, and {function_name(loss_function)} does. Make a new tensor (losses = losses "
+            "* x), or return a TokenLoss."
         )
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise HostError(
             "a loss function must return (loss, report) or (loss, number of tokens, report), got "
-            f"{results_in_words(returned)}. Change {name_of(loss_function)}."
+            f"{results_in_words(returned)}. Change {function_name(loss_function)}."
         )
     check_one_loss_per_token(output, mask, "the model's output")
     terms = {names[0]: TermLosses(output, constant_mask(mask))}
@@ -124,7 +126,7 @@ def _stock_losses(
         report_mapping(returned[-1]),
         further_reports=[],
         stock_loss=returned[0],
-        returns_sum=len(returned) == 3,
+        has_token_count=len(returned) == 3,
     )
 
 
@@ -166,7 +168,7 @@ def bound_mask(loss_function: Any) -> Tensor | None:
     function, args = loss_function.func, loss_function.args
     mask = loss_function.keywords.get("loss_mask")
     if isinstance(function, FunctionType) and not vars(function):
-        # A plain function: reading its code is much faster than making a signature.
+        # A plain function. Reading its code is much faster than a signature, in every microbatch.
         code = function.__code__
         names = code.co_varnames[: min(code.co_argcount, len(args))]
         if "loss_mask" in names:
@@ -178,17 +180,23 @@ def bound_mask(loss_function: Any) -> Tensor | None:
     return mask if isinstance(mask, Tensor) else None
 
 
-def function_of(loss_function: Any) -> object:
-    """The code or the type of a loss function, which those that compute the same share."""
+def function_key(loss_function: Any) -> object:
+    """The code of a loss function: a key that is equal for equal functions.
+
+    Scripts make a new function, or `functools.partial`, for every microbatch. Decorated functions
+    share the code of their decorator, so that of the function inside counts. Objects have no code of
+    their own, and are a key each.
+    """
     while isinstance(loss_function, functools.partial):
         loss_function = loss_function.func
-    return getattr(loss_function, "__code__", type(loss_function))
+    loss_function = inspect.unwrap(loss_function)
+    return getattr(loss_function, "__code__", (type(loss_function), id(loss_function)))
 
 
-def name_of(loss_function: Any) -> str:
+def function_name(loss_function: Any) -> str:
     """A readable name, without the tensors that a `functools.partial` binds."""
     if isinstance(loss_function, functools.partial):
-        return f"partial({name_of(loss_function.func)})"
+        return f"partial({function_name(loss_function.func)})"
     return getattr(loss_function, "__qualname__", type(loss_function).__qualname__)
 
 
@@ -227,7 +235,7 @@ def results_in_words(results: Any) -> str:
 
 
 def _version(x: Any) -> int | None:
-    """The number of writes to a tensor; inference tensors do not count them."""
+    """The number of writes to a tensor; None for inference tensors, where torch counts none."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
 
 

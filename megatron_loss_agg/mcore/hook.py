@@ -1,6 +1,6 @@
 """`LossHook`: the options of an exact loss, and the schedule and steps that it hooks.
 
-The way of a call is in `step`: `Step.run` is a call of the schedule, `Step.loss` a microbatch in it.
+For what happens in a call see `step`: `Step.run` is the call, `Step.loss` a microbatch in it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron_loss_agg.collectives import any_rank
 from megatron_loss_agg.describe import aggregation_in_words, terms_in_words
 from megatron_loss_agg.errors import AggregationError, DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import ReadBatch, ReadStep, read_batch, reader_for
-from megatron_loss_agg.mcore.call import Call, defaults_of, stock
+from megatron_loss_agg.mcore.call import Call, default_arguments, original
 from megatron_loss_agg.mcore.checks.scaling import check_scaling
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.first_lines import audit_lines
-from megatron_loss_agg.mcore.forward_step import name_of
+from megatron_loss_agg.mcore.forward_step import function_name
 from megatron_loss_agg.mcore.parts.modes import ModeReports, also_aggregations
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
 from megatron_loss_agg.mcore.split import SPLITS
 from megatron_loss_agg.mcore.step import Step, Verified
 from megatron_loss_agg.mcore.token_loss import hooks
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
+from megatron_loss_agg.microbatch import TermMicrobatches, listed
 
 _HOOK = "loss_hook"
 """Attribute of a hooked schedule: its `LossHook`."""
@@ -46,10 +46,11 @@ class LossHook:
     Every training call of ``forward_backward`` is one optimizer step; for a step of several calls
     see `step`. The forward step returns what Megatron's own does, per-token losses and
     ``partial(loss_func, loss_mask)``, or a `TokenLoss` or `SampleLoss` as the loss function. Reports
-    of a stock loss function keep ``lm loss`` as the mean over tokens. Reports get the aggregated
-    loss of the step, named ``"<mode> loss"`` or by the preset; both are pairs whose quotient it is.
+    of Megatron's loss function keep ``lm loss`` as the mean over tokens. Reports get the aggregated
+    loss of the step, named ``"<mode> loss"`` or by the preset. Both are pairs for Megatron's loop,
+    summed over microbatches and ranks; the loss is the first sum divided by the second.
 
-    A loss of several terms, each with a denominator of its own:
+    A loss of several terms, each with its own denominator:
 
         hook = LossHook({"policy": LossAggregation(mode="prompt_mean"),
                          "kl": Term(LossAggregation(mode="token_mean"), multiplier=0.01)})
@@ -58,8 +59,8 @@ class LossHook:
     each, without its multiplier, and ``"loss"``, the weighted sum that is differentiated.
 
     Args:
-        aggregation: of the loss; or several terms, by name, of which the first has Megatron's token
-            count.
+        aggregation: that of the loss; or several terms by name. The tokens of the first are those
+            that Megatron counts.
         read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or a mapping by
             term, where their masks differ. The hook draws the step's batches before its first
             forward pass and then passes them to the schedule.
@@ -81,8 +82,8 @@ class LossHook:
             (``stop``); or print the error, count it in the report ``"mismatches"``, and go on
             (``warn``). The first step with tokens always raises.
         aggregate_evaluation: aggregate forward-only calls, too; otherwise they are left alone.
-        prefetch: draw the next step's batches behind this one's compute, also where Megatron's own
-            loop reads a torch ``DataLoader`` without a `Prefetch`.
+        prefetch: draw the next step's batches behind this one's compute, also where Megatron's loop
+            reads a torch ``DataLoader`` without a `Prefetch`.
         audit: measure Megatron's scaling again for every new number of microbatches, and print it.
         trust_unmeasured: go on with a model whose averaging cannot be measured, as if Megatron's
             DistributedDataParallel averaged it.
@@ -95,7 +96,7 @@ class LossHook:
         split: the declared split, or ``zigzag``.
         step_is_empty: True after a training step without an active token, on every rank; always
             False unless ``empty_step`` is ``skip``.
-        num_mismatches: steps on this rank that ``mismatch="warn"`` has let pass so far.
+        num_mismatches: steps of this rank with such an error under ``mismatch="warn"`` so far.
 
     Raises:
         OptionError: an unknown option, bad terms, or something that is no extension.
@@ -122,7 +123,7 @@ class LossHook:
         _check_choice("mismatch", mismatch, ("stop", "warn"))
         if split is not None:
             _check_choice("split", split, SPLITS)
-        self.reports_total = not isinstance(aggregation, LossAggregation)
+        self.has_named_terms = not isinstance(aggregation, LossAggregation)
         if isinstance(aggregation, LossAggregation):
             aggregation = {aggregation.label: aggregation}
         self.terms = named_terms(aggregation)
@@ -165,19 +166,20 @@ class LossHook:
             HostError: not a schedule of Megatron's, or one that has a hook already.
             AggregationError: when called.
         """
-        schedule = stock(forward_backward)
+        schedule = original(forward_backward)
         _check_schedule(schedule)
-        defaults = defaults_of(schedule)
+        defaults = default_arguments(schedule)
 
         @functools.wraps(schedule)
         def wrapped(**arguments: Any) -> Any:
             arguments = {**defaults, **arguments}
             is_training = not arguments.get("forward_only")
             is_aggregated = is_training or self.aggregate_evaluation
+            # ``collect_non_loss_data``: the call collects outputs, and computes no loss.
             if not is_aggregated or arguments.get("collect_non_loss_data"):
                 return schedule(**arguments)
             call = Call.of(arguments, self.terms, self.split)
-            # An evaluation may come between the calls of a step.
+            # An evaluation between the calls of a step is not part of it.
             step = self._open_step if is_training else None
             return (step or Step(self)).run(schedule, call)
 
@@ -185,7 +187,7 @@ class LossHook:
         return wrapped
 
     @contextlib.contextmanager
-    def step(self, microbatches: Sequence[MicrobatchOfTerms]) -> Iterator[None]:
+    def step(self, microbatches: Sequence[TermMicrobatches]) -> Iterator[None]:
         """Make several forward-backward calls one optimizer step:
 
             with hook.step(microbatches):
@@ -194,9 +196,9 @@ class LossHook:
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
         its iterator. The step is counted once, by the first call; in the last one Megatron reduces
-        and scales the gradients, and the losses of all are compared with the plan. Data-parallel
-        ranks may make other numbers of calls. Reports are partial: sum both elements of the pairs
-        over all calls, then divide.
+        and scales the gradients, and the losses of all are compared with the plan. The number of
+        calls may differ between data-parallel ranks. Reports are partial: sum both elements of the
+        pairs over all calls, then divide.
 
         Args:
             microbatches: this data-parallel rank's whole step, in the order of the calls. All ranks
@@ -223,9 +225,9 @@ class LossHook:
             self._open_step = None
 
     def measure_scaling(self, call: Call, is_first: bool) -> None:
-        """Check Megatron's scaling, which is measured in a first step, and anew under ``audit``."""
+        """Measure and check Megatron's scaling: in a first step, and under ``audit`` if it is new."""
         is_new = call.scale not in self.verified.scales
-        # The number of microbatches may be new on some data-parallel ranks only.
+        # All ranks must measure together, and it may be new on some data-parallel ranks alone.
         if is_first or any_rank(is_new, call.groups.dp):
             self.verified.factor = check_scaling(call, self.trust_unmeasured)
             self.verified.scales.add(call.scale)
@@ -233,7 +235,7 @@ class LossHook:
                 print(audit_lines(self.verified.factor, call.scale), flush=True)
 
     def warn_of_mismatch(self, error: AggregationError) -> None:
-        """Print the error of a step that is let pass, and count it."""
+        """Print and count the error of a step after which training goes on."""
         self.num_mismatches += 1
         print(f"megatron_loss_agg: a step goes on although {error}", file=sys.stderr, flush=True)
 
@@ -254,7 +256,7 @@ class LossHook:
 
 
 class _MismatchReports(Extension):
-    """Adds ``mismatches``: steps that were let pass so far, over all data-parallel ranks."""
+    """Adds ``mismatches``: steps with an error that was a warning, over all data-parallel ranks."""
 
     def __init__(self, hook: LossHook) -> None:
         self._hook = hook
@@ -285,7 +287,7 @@ def _check_schedule(schedule: Callable[..., Any]) -> None:
     if "forward_step_func" not in parameters and not takes_any:
         raise HostError(
             "hook.wrap must get a schedule, which takes forward_step_func, got "
-            f"{name_of(schedule)}. Call it: hook.wrap(get_forward_backward_func())."
+            f"{function_name(schedule)}. Call it: hook.wrap(get_forward_backward_func())."
         )
 
 

@@ -19,10 +19,15 @@ _OFFSET_FORMS = (
     {"cu_seqlens_q", "cu_seqlens_q_padded"},
 )
 OFFSET_KEYS = (
-    *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_padded", "cu_seqlens_q_padded"),
-    *("cu_seqlens_unpadded", "cu_seqlens_argmin"),
+    "cu_seqlens",
+    "cu_seqlens_q",
+    "cu_seqlens_padded",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_unpadded",
+    "cu_seqlens_argmin",
 )
-"""Real ones first. The last two are of Megatron-Bridge before 0.6, with another meaning."""
+"""Real offsets before padded ones. The last two keys are those of Megatron-Bridge before 0.6; they are
+refused, since its ``cu_seqlens`` then has another meaning."""
 
 
 def pack_offsets(
@@ -44,7 +49,7 @@ def pack_offsets(
     real, padded = rows[0], rows[-1]
     is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
     if is_dummy:
-        return {"cu_seqlens": real[0, :1]}  # its padding is no sample
+        return {"cu_seqlens": real[0, :1]}  # no sample: all of it is padding
     num_fillers = _numbers_of_fillers(batch, padded, sample_counts)
     joined = [_joined_packs(k, x, num_fillers, mask) for k, x in zip(offsets, rows, strict=True)]
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
@@ -53,9 +58,9 @@ def pack_offsets(
 def _numbers_of_fillers(
     batch: Mapping[str, Any], padded: Tensor, sample_counts: Collection[int]
 ) -> list[int]:
-    """By pack, how many offsets at its end are of no sample.
+    """The number of filler offsets at the end of each pack.
 
-    A repeated last real offset is an empty sample or filler. Only filler repeats the last padded
+    A repeated last real offset is an empty sample or filler. Filler alone repeats the last padded
     offset, too.
     """
     if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:

@@ -1,7 +1,7 @@
 """Draws the next step's batches while this one computes.
 
-The hook draws a step's batches before its first forward pass, where stock Megatron draws each just
-before its own. With a slow data loader, the accelerator would wait for the whole step's batches.
+Stock Megatron draws each batch just before its forward pass; the hook draws all batches of a step
+before the first one. With a slow data loader, the accelerator would wait for all of them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Prefetch:
     No batch is lost or read twice. An exception of ``source`` is raised when the reader asks for
     the batch that caused it. The thread is a daemon.
 
-    Megatron's own training loop gets one automatically if it reads a `torch.utils.data.DataLoader`.
+    Megatron's training loop gets one automatically if it reads a `torch.utils.data.DataLoader`.
     In a custom loop, or for other loaders, pass the same ``Prefetch(batches)`` to the schedule in
     every step. ``source`` runs in a thread, so it must not use collectives or the current device.
     Nor may it draw from the process's global random generators if other code does: the order of
-    draws would vary. Give it a `torch.Generator` of its own; a ``DataLoader`` draws in its workers,
-    except with ``num_workers=0``. And it must return new tensors for each batch, since batches wait
-    for their use while later ones are drawn.
+    draws would vary. Give it its own `torch.Generator`; a ``DataLoader`` draws in its workers, except
+    with ``num_workers=0``. And it must return new tensors for each batch, since batches wait for
+    their use while later ones are drawn.
 
     If ``source`` has ``state_dict()`` or ``save_state()``, so has this: it returns the position of
     the reader, as recorded before each batch that is drawn ahead.
@@ -76,11 +76,12 @@ class Prefetch:
         return position
 
     def _source_position(self) -> Any:
-        """A copy of the source's position; or its exception, for whoever asks for the position."""
+        """A copy of the source's position; or its exception, raised if the position is requested."""
         for name in _POSITION_METHODS:
             if hasattr(self._source, name):
                 try:
-                    return copy.deepcopy(getattr(self._source, name)())  # may be live state
+                    # A copy, since some loaders return the state that they go on changing.
+                    return copy.deepcopy(getattr(self._source, name)())
                 except Exception as error:
                     return error
         return None
@@ -92,10 +93,10 @@ class Prefetch:
                 self._drawn.append((next(self._source), None, position))
             except Exception as error:
                 self._drawn.append((None, error, position))
-                return  # asking the source again may block
+                return  # some sources block if they are asked again after an error
 
     def _wait(self) -> None:
-        """Let the thread finish: the source has one reader at a time."""
+        """Let the thread finish, so that the source has one reader at a time."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -105,13 +106,14 @@ def fetch_ahead(data_iterator: Any, number: int, insert: bool) -> None:
     """Start to draw ``number`` batches by the `Prefetch` that ``data_iterator`` is or wraps, if any.
 
     Args:
-        insert: put one between Megatron's own iterator, which replays a step from the batches that
-            it returned, and a torch ``DataLoader``. Other loaders may use collectives or a device.
+        insert: put one between Megatron's iterator and a torch ``DataLoader``. Megatron's iterator
+            stays outside, since it replays a step from the batches that it returned. No other loader
+            gets one: it may use collectives or a device.
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     loader: Any = getattr(data_iterator, "iterable", data_iterator)
-    # `--dataloader-type cyclic` reads one through a generator.
+    # With `--dataloader-type cyclic` Megatron reads the loader through a generator.
     cyclic = isinstance(loader, GeneratorType) and loader.__name__ == "cyclic_iter"
     reads_loader = cyclic or isinstance(loader, _BaseDataLoaderIter)
     if insert and reads_loader and isinstance(data_iterator, RerunDataIterator):

@@ -1,16 +1,16 @@
-"""Reports as pairs, which Megatron's loop reduces over microbatches, ranks and evaluation calls.
+"""Reports as pairs: Megatron's loop reduces them over microbatches, ranks and evaluation calls.
 
 Megatron adds up both elements of a pair and then divides the first by the second. In some releases,
 and in an evaluation under ``--sft``, it divides each microbatch's pair and then averages the
-quotients, where it takes a denominator below 1 for 1. The pairs here come out right both ways: with
-``P`` this rank's microbatches times all data- and context-parallel ranks, a part
-``x`` of the sum ``S = sum x`` becomes
+quotients; there it takes a denominator below 1 for 1. The pairs here come out right both ways. A
+part ``x`` of the sum ``S = sum x`` becomes
 
     (x * D * C, D * C / P)      sum / sum = S        mean of quotients = sum (x * P) / P = S
 
-with the denominator ``D`` of the aggregation, and a large constant ``C``. Over the calls of an
-evaluation that adds up pairs, ``sum S * D / sum D`` is the mean over the tokens, samples or groups of
-all calls.
+with ``P`` this rank's microbatches times all data- and context-parallel ranks, the denominator ``D``
+of the aggregation, and a large constant ``C``, so that denominators are above 1. An evaluation adds up
+the pairs of its calls: ``sum S * D / sum D`` is the mean over the tokens, samples or groups of all
+calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_loss_agg.tensors import at_least_fp32
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 _LARGE = 2.0**30
-_LEAST = torch.finfo(torch.float32).tiny
+_MIN_DENOMINATOR = torch.finfo(torch.float32).tiny
 """The denominator of an empty call: negligible beside a real one; avoids 0/0 if every call is empty."""
 
 
@@ -43,13 +43,14 @@ class MicrobatchLoss:
     i: int  # the microbatch's index in its step
     terms: Mapping[str, TermLosses]
     weights: Mapping[str, Tensor]  # in the shape of the losses
-    samples: Mapping[str, RankSamples]  # those of its tokens
+    samples: Mapping[str, RankSamples]  # the samples of this rank's tokens
     total: Tensor  # the loss; an extension may change it
     reports: dict[str, Any]
     stock_loss: Any = None
-    """The loss that the script's stock loss function returned, which is compared with the masked sum
-    of the model's output after the extensions; None where there is nothing to compare. An extension
-    that accounts for it in another way compares it itself, and sets it to None.
+    """The loss that the script's stock loss function returned; None where there is none to compare.
+
+    After the extensions it is compared with the masked sum of the model's output. An extension that
+    knows of another result, such as a sum of two losses, compares it itself and sets this to None.
     """
 
     def report(self, name: str, pair: Any) -> None:
@@ -65,7 +66,7 @@ class MicrobatchLoss:
         return report_pair(self.call, plan_of_first_term(self.plans), part, denominator)
 
     def constant_pair(self, value: float) -> Tensor:
-        """[2]: a number of the whole step, of which every microbatch on every rank reports a share."""
+        """[2]: an equal share of a number of the whole step, for each microbatch of each rank."""
         call, num_microbatches = self.call, len(plan_of_first_term(self.plans).sizes)
         ranks = call.scale.data_parallel_size * call.groups.cp_size
         return self.pair(self.total.new_full((), value / (num_microbatches * ranks)))
@@ -74,10 +75,10 @@ class MicrobatchLoss:
 def report_pair(
     call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0, divisor: float = 1.0
 ) -> Tensor:
-    """[2]: a part of a sum over the call, whose quotient becomes the sum over ``divisor``."""
+    """[2]: a part of a sum over the call; Megatron's quotient becomes that sum over ``divisor``."""
     ranks = call.scale.data_parallel_size * call.groups.cp_size
     pairs = len(plan.sizes) * ranks
-    weight = max(denominator, _LEAST) * _LARGE
+    weight = max(denominator, _MIN_DENOMINATOR) * _LARGE
     pair = part.new_full((2,), weight / pairs)
     torch.mul(part.detach(), weight / divisor, out=pair[0])
     return pair
@@ -85,10 +86,10 @@ def report_pair(
 
 def aggregated_pair(call: Call, plan: StepPlan, part: Tensor) -> Tensor:
     """[2]: a part of the aggregated loss of the call."""
-    return report_pair(call, plan, part, denominator_of(plan))
+    return report_pair(call, plan, part, report_denominator(plan))
 
 
-def denominator_of(plan: StepPlan) -> float:
+def report_denominator(plan: StepPlan) -> float:
     """The denominator of the aggregation, over one whole call of the schedule.
 
     ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones
@@ -102,7 +103,7 @@ def token_mean_pair(microbatch: MicrobatchLoss, masked_sum: Tensor | None) -> Te
     """The mean over all tokens of the call: Megatron's ``lm loss``.
 
     Args:
-        masked_sum: the sum of this rank's losses under the mask, where the script has computed it.
+        masked_sum: the sum of this rank's losses under the mask, if the script has computed it.
     """
     plan = plan_of_first_term(microbatch.plans)
     if masked_sum is None:

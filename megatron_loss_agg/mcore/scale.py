@@ -27,12 +27,12 @@ from torch import Tensor
 
 from megatron_loss_agg.errors import HostError
 
-_MOST_TOKENS = 2**31 - 1  # Megatron adds up token counts as int32
+_MAX_TOKENS = 2**31 - 1  # Megatron adds up token counts as int32
 
 
 @dataclass(frozen=True)
 class MegatronScale:
-    """Megatron's own averaging in one call of its schedule on this rank."""
+    """Megatron's averaging in one call of its schedule on this rank."""
 
     num_microbatches: int  # of this rank
     data_parallel_size: int  # without context parallelism
@@ -43,7 +43,7 @@ class MegatronScale:
         """The reciprocal of Megatron's factor on the loss summed over ranks and microbatches.
 
         Args:
-            total_tokens: summed over all microbatches and ranks of the step, as Megatron is told.
+            total_tokens: the token counts that all ranks return to Megatron in the step, summed.
         """
         if self.per_token:
             return float(max(total_tokens, 1))
@@ -72,12 +72,12 @@ class MegatronScale:
         Raises:
             HostError: more tokens than Megatron can add up.
         """
-        if self.per_token and total_tokens > _MOST_TOKENS:
+        if self.per_token and total_tokens > _MAX_TOKENS:
             raise HostError(
-                f"a step must have at most {_MOST_TOKENS} tokens under calculate_per_token_loss, which "
+                f"a step must have at most {_MAX_TOKENS} tokens under calculate_per_token_loss, which "
                 f"Megatron counts as int32, got {total_tokens}. Turn --calculate-per-token-loss off."
             )
-        # A new tensor even times 1: Megatron scales it in place.
+        # A new tensor even times 1, since Megatron scales it in place.
         scaled = loss * self.inverse(total_tokens)
         if not self.per_token:
             return scaled, report

@@ -1,10 +1,10 @@
-"""The split of tokens over context-parallel ranks, and weights, sums and gathers under it.
+"""The split of tokens over context-parallel ranks; weights, sums and gathers under a split.
 
 ============ ==============================================================================
 split        a rank holds
 ============ ==============================================================================
 zigzag       two chunks of every sequence: of each row, or of each sequence of a pack
-zigzag_pack  two chunks of the whole pack, whose sequences may lie on some ranks alone
+zigzag_pack  two chunks of the whole pack: a sequence may be on some of the ranks alone
 contiguous   one chunk of each row, or of the whole pack
 ============ ==============================================================================
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SPLITS = ("zigzag", "zigzag_pack", "contiguous")
 
 
-def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> CPLayout:
+def rank_layout(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> CPLayout:
     """The positions of a microbatch's last axis that this rank holds."""
     length = shape.mask[-1]
     if split == "contiguous":
@@ -48,30 +48,21 @@ def layout_of(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) ->
 
 
 def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) -> Tensor | None:
-    """The start of each sample of a pack among this rank's tokens; None: rows.
+    """The start of each sample of a pack among this rank's tokens; None for rows.
 
-    int64 [samples + 1], on the CPU. In every split the samples are in the order of the pack.
+    int64 [samples + 1], on the CPU.
     """
     starts = shape.starts
     if starts is None or cp_size == 1:
         return starts
-    if split == "zigzag":
-        if bool((starts.diff() % (2 * cp_size)).any()):
-            raise DataError(
-                f"sequences of a pack must be padded to multiples of 2 * cp_size = {2 * cp_size}, got "
-                f"{starts.diff().tolist()}. Pad them, or declare how the pack is split "
-                "(--loss-aggregation-split, or LossHook(split=))."
-            )
-        return starts // cp_size
-    tokens = shape.mask[-1]
-    if split == "contiguous":
-        length, chunks = tokens // cp_size, [cp_rank]
-    else:
-        length, chunks = tokens // (2 * cp_size), [cp_rank, 2 * cp_size - 1 - cp_rank]
-    tokens_before = torch.zeros_like(starts)  # of this rank, before each start
-    for k in chunks:
-        tokens_before += (starts - k * length).clamp(0, length)
-    return tokens_before
+    if split == "zigzag" and bool((starts.diff() % (2 * cp_size)).any()):
+        raise DataError(
+            f"sequences of a pack must be padded to multiples of 2 * cp_size = {2 * cp_size}, got "
+            f"{starts.diff().tolist()}. Pad them, or declare how the pack is split "
+            "(--loss-aggregation-split, or LossHook(split=))."
+        )
+    # A rank holds its tokens in the order of the pack.
+    return torch.searchsorted(rank_layout(shape, split, cp_size, cp_rank).index, starts)
 
 
 class RankSamples(NamedTuple):
@@ -79,22 +70,22 @@ class RankSamples(NamedTuple):
 
     cp: CPRank
     starts: Tensor | None  # where each begins, on the CPU; None: rows
-    lengths: Tensor  # those of a pack, see `padded_lengths`; of rows empty
-    coefficient_S: Tensor  # for a pack also that of the padding
+    lengths: Tensor  # in a pack, see `padded_lengths`; empty for rows
+    coefficient_S: Tensor  # for a pack with one more, for the padding
 
 
 class TermSamples:
     """The samples of a step on this rank, for one term.
 
-    The first loss moves those of all microbatches to its device, so that later ones move nothing.
-    Megatron computes the losses of a step on one stream.
+    The first loss moves those of all microbatches to its device together, so that later ones need no
+    copy from the host. That is safe since Megatron computes all losses of a step on one stream.
     """
 
     def __init__(self, call: Call, plan: StepPlan) -> None:
         self._call, self._plan = call, plan
         self._samples: dict[Any, list[RankSamples]] = {}
 
-    def of(self, i: int, term: TermLosses) -> RankSamples:
+    def in_microbatch(self, i: int, term: TermLosses) -> RankSamples:
         """The samples of microbatch ``i`` on the device, in the dtype of the losses' weights.
 
         Raises:
@@ -121,7 +112,8 @@ class TermSamples:
         shape = self._plan.shapes[i]
         cp, num_tokens = self._call.groups.cp_rank_in(shape), math.prod(shape.mask)
         if is_whole:
-            coefficient_S, starts = coefficient_S / cp.size, shape.starts  # each counts its share
+            # Each of the ranks has all losses, and adds its share to the sum over them.
+            coefficient_S, starts = coefficient_S / cp.size, shape.starts
         else:
             starts = local_starts(shape, self._call.split, cp.size, cp.rank)
             num_tokens //= cp.size
@@ -146,13 +138,13 @@ def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
         weights = weights_by_length(coefficient_S, mask, None)
     else:
         weights = weights_by_length(coefficient_S, mask, samples.lengths)
-    return weights.view(term.losses.shape)
+    return weights.reshape(term.losses.shape)
 
 
 def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
-    """The values of all tokens of a microbatch, in the shape of its mask, from this rank's.
+    """The values of all tokens of a microbatch, in the shape of its mask, from those of this rank.
 
-    In the backward pass a value gets the sum of the gradients of all context-parallel ranks.
+    In the backward pass a value gets the sum of its gradients on all context-parallel ranks.
     """
     cp = call.groups.cp_rank_in(shape)
     expected = local_shape(shape, cp.size)
@@ -165,7 +157,7 @@ def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
     values = values.reshape(expected)
     if cp.size == 1:
         return values
-    layout = layout_of(shape, call.split, cp.size, cp.rank)
+    layout = rank_layout(shape, call.split, cp.size, cp.rank)
     return layout.unshard(values, call.groups.cp_group(cp.size))
 
 
@@ -177,9 +169,9 @@ def sums_by_sequence(
     cp: CPRank,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """``sum m_t x_t`` over each sequence, [sequences]; over all ranks of ``group``, or this one.
+    """``sum m_t x_t`` over each sequence, [sequences], over all ranks of ``group``; None: this rank.
 
-    Values where the mask is 0 are ignored, even NaN. Summed in fp64; in at least fp32.
+    Values where the mask is 0 are ignored, even NaN. Summed in fp64; the result is at least fp32.
     """
     check_local_mask(mask, shape, cp.size, is_whole=False)
     products = values.double().reshape(-1).masked_fill(mask.reshape(-1) == 0, 0) * mask.reshape(-1)
@@ -193,8 +185,8 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
     """The sum over each sample's tokens, [samples]; differentiable.
 
     Args:
-        x_T: of this rank's tokens, in order.
-        starts: where each sample begins among them; None: rows.
+        x_T: values of this rank's tokens, in order.
+        starts: where each sample begins among them; None for rows.
     """
     if starts is None:
         rows = shape.mask[0]
@@ -207,7 +199,7 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
 
 
 def check_has_one_group(groups: ProcessGroups) -> None:
-    """Raise HostError where every microbatch has context-parallel ranks of its own."""
+    """Raise HostError where each microbatch has its own context-parallel ranks."""
     if groups.dp_cp is not None:
         raise HostError(
             "a SampleLoss of tokens on several ranks needs the same context-parallel ranks for all "
@@ -217,7 +209,7 @@ def check_has_one_group(groups: ProcessGroups) -> None:
 
 
 def is_by_token(shape: MicrobatchShape) -> bool:
-    """Whether a mask is of tokens, and not of whole samples as `Microbatch.of_samples` makes it."""
+    """Whether a mask has an element for each token, not for each sample (`Microbatch.of_samples`)."""
     return shape.starts is not None or shape.mask[-1] != 1
 
 
@@ -227,7 +219,7 @@ def local_shape(shape: MicrobatchShape, cp_size: int) -> tuple[int, ...]:
 
 
 def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whole: bool) -> None:
-    """Raise DataError unless ``mask`` has as many tokens as planned, in their order."""
+    """Raise DataError unless ``mask`` has the planned number of tokens, in their order."""
     expected = shape.mask if is_whole else local_shape(shape, cp_size)
     if same_order(mask.shape, expected):
         return
@@ -247,7 +239,7 @@ def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whol
 
 
 def same_order(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether tensors of these shapes have as many elements, in one order; one may be flat."""
+    """Whether tensors of these shapes have the same number of elements in one order; one may be flat."""
     if one == other:
         return True
     long_axes = [[n for n in shape if n != 1] for shape in (one, other)]

@@ -1,7 +1,13 @@
-"""One optimizer step: the way of a call of Megatron's schedule, and of a microbatch inside it.
+"""One optimizer step: a call of Megatron's schedule, and each microbatch inside it.
 
-`Step.run` is a call, from the step's batches to its plan, and the checks after it. `Step.loss` is a
-microbatch inside the call, from the model's output to the loss that Megatron differentiates.
+With the mask ``m`` and the loss ``l`` of each token, the loss of a step is
+
+    sum_s c_s sum_{t in s} m_t l_t        over the tokens t of all samples s of the step
+
+The coefficient ``c_s`` of a sample depends on the masks of the whole step alone. So `Step.run` reads
+and counts all batches before the first forward pass: the result is a plan, with the coefficients.
+`Step.loss` is then the loss function of each microbatch: it adds up ``m_t c_s l_t`` over the tokens
+of its rank, and undoes the averaging that Megatron will apply.
 """
 
 from __future__ import annotations
@@ -30,12 +36,12 @@ from megatron_loss_agg.mcore.checks.loss_function import (
 from megatron_loss_agg.mcore.checks.memory import DrawnTensors
 from megatron_loss_agg.mcore.checks.sums import TermSums, check_sums, note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes, check_split, dependent_microbatches
-from megatron_loss_agg.mcore.dynamic_cp import batches_of, read_now, with_cp_size
+from megatron_loss_agg.mcore.dynamic_cp import batches_on_rank, read_now, with_cp_size
 from megatron_loss_agg.mcore.first_lines import print_first_lines
 from megatron_loss_agg.mcore.forward_step import (
     ScriptLosses,
     check_has_gradient,
-    function_of,
+    function_key,
     merged_reports,
     script_losses,
 )
@@ -44,7 +50,7 @@ from megatron_loss_agg.mcore.prefetch import Prefetch, fetch_ahead
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair, token_mean_pair
 from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
-from megatron_loss_agg.microbatch import MicrobatchOfTerms, listed
+from megatron_loss_agg.microbatch import TermMicrobatches, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
@@ -65,18 +71,15 @@ _ANOTHER_RANK_DIFFERED = (
 
 @dataclass
 class Verified:
-    """Results of the checks of earlier steps, which later ones need not repeat."""
+    """Results of earlier steps' checks; later steps need not repeat them."""
 
     scales: set[MegatronScale] = field(default_factory=set)
     factor: float | None = None  # the measured gradients as a multiple of the planned ones
     loss_functions: set[object] = field(default_factory=set)  # see `checks.loss_function`
-    splits: set[str] | None = None  # that fit all tokens compared so far; None: none were compared
-    gathers: bool = False  # some losses were gathered in the order of the split
-    printed: set[str] = field(
-        default_factory=set
-    )  # kinds of calls that first lines were printed of
-    # By model, since its wrapper and its functions count: `Call.trains` of the calls that have run,
-    # since an evaluation may read other data by another loss function.
+    splits: set[str] | None = None  # those that fit all compared tokens; None before any were
+    printed: set[str] = field(default_factory=set)  # kinds of calls with first lines in the log
+    # By model, since Megatron's scaling depends on its data-parallel wrapper; and by `Call.trains`,
+    # since an evaluation may have other data and another loss function than training.
     _runs: WeakKeyDictionary[Any, set[bool]] = field(default_factory=WeakKeyDictionary)
 
     def has_run(self, call: Call) -> bool:
@@ -86,18 +89,18 @@ class Verified:
     def add_run(self, call: Call) -> None:
         self._runs.setdefault(call.chunks[0], set()).add(call.trains)
 
-    def split_is_open(self, call: Call, is_declared: bool) -> bool:
-        """Whether the tokens compared so far fit several splits.
+    def split_is_open(self, call: Call) -> bool:
+        """Whether the compared tokens fit several splits, or none were compared.
 
-        Also if none were compared, as in a step of padding alone, unless the split is declared; under
-        dynamic context parallelism, where one rank may have held each pack, even then.
+        So it is after a step of padding alone; and under dynamic context parallelism while one rank
+        held each pack.
         """
         if self.splits is None:
-            return call.groups.dp_cp is not None or (call.groups.cp_size > 1 and not is_declared)
+            return torch.distributed.get_world_size(call.groups.split_group) > 1
         return len(self.splits) > 1
 
     def split_matters(self, call: Call) -> bool:
-        """Whether a step without tokens to compare may depend on a split that was not verified."""
+        """Whether a step may depend on a split that was not verified."""
         is_split = torch.distributed.get_world_size(call.groups.split_group) > 1
         return is_split and self.splits != {call.split}
 
@@ -106,39 +109,43 @@ class Step:
     """One optimizer step of a hook: one call of Megatron's schedule, or several.
 
     Args:
-        microbatches: those of a `LossHook.step`; None where the step is one call, which reads its
-            own.
+        microbatches: those of a `LossHook.step`, where the step has several calls; None: the step is
+            one call, and its batches come from the data iterator.
     """
 
-    def __init__(self, hook: LossHook, microbatches: list[MicrobatchOfTerms] | None = None) -> None:
+    def __init__(self, hook: LossHook, microbatches: list[TermMicrobatches] | None = None) -> None:
         self.hook = hook
         self.microbatches = microbatches
         self.num_taken = 0  # microbatches of the calls so far
-        self.plans: Plans | None = None  # None on stages without a loss
-        self.samples: Mapping[str, TermSamples] = {}  # by term
-        self.is_first = False  # training step, or evaluation, of this model: all is checked
-        self.iterator: Any = None  # that the schedule gets
-        self.forward_steps = 0  # run so far
+        self.is_planned = False
+        self.plans: Plans | None = None  # None on pipeline stages without a loss
+        self.samples: Mapping[str, TermSamples] = {}  # by term: the samples' part on this rank
+        self.is_first = False  # the model's first training step, or evaluation: all is checked
+        self.iterator: Any = None  # for the schedule: has the batches again that the hook drew
+        self.num_forward_steps = 0  # of the last model chunk, so far
         # Notes to compare after the step; numbers stay on the device until then.
         self.sums: dict[int, list[TermSums]] = {}  # by microbatch
         self.stock_losses: dict[int, StockLoss] = {}  # by microbatch
-        self.gathered: set[int] = set()  # microbatches
-        self.tokens: TokenNotes | None = None
+        self.gathered: set[int] = set()  # microbatches with losses in the order of the split
+        self.tokens: TokenNotes | None = None  # None where no tokens are to be compared
 
     def run(self, schedule: Callable[..., Any], call: Call) -> Any:
         """Make one call of the schedule: the whole step, or its next part."""
-        # 1. Ask: what Megatron was called with, and the call's place in the step.
+        # 1. The call: Megatron's arguments, and the offset of its microbatches in the step.
         call = self._next(call)
         if call.begins_step:
             self._check_before(call)
-            # 2. Read the step's batches. 3. Count them: every sample gets its coefficient.
+            # 2. Read the step's batches. 3. Count them over all ranks: every sample gets its
+            # coefficient. A loss of several terms has a plan for each.
             self.plans = plans = self._plan(call)
             self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
+            self.is_planned = True
         with self._running(call):
-            # 4. to 6. happen in the loss function of each microbatch, see `loss`.
+            # 4. to 6. happen in the loss function of each microbatch: `loss`.
             result = schedule(**call.arguments_with(self._forward_step(call), self.iterator))
         if call.ends_step:
-            # 7. Check: the losses were those that were counted.
+            # 7. Check that the losses had the masks that were counted. Not before, since comparing
+            # waits for the device and for other ranks.
             self._check_after(call)
         return result
 
@@ -146,15 +153,15 @@ class Step:
         self, call: Call, plans: Plans, i: int, loss_function: Any, output: Any
     ) -> tuple[Any, ...]:
         """The results of microbatch ``i`` for Megatron, in place of those of ``loss_function``."""
-        # 4. Losses: what the script computes by term, and the mask of its tokens.
+        # 4. Losses: the script's, by term, not reduced, with the masks of their tokens.
         script = script_losses(call, plans, i, loss_function, output)
         first = plan_of_first_term(plans)
         samples, weights, sums = {}, {}, {}
         for name, term in script.terms.items():
             # 5. Weights: the mask times the coefficient of each sample, for this rank's tokens.
-            samples[name] = self.samples[name].of(i, term)
+            samples[name] = self.samples[name].in_microbatch(i, term)
             weights[name] = weights_on_rank(samples[name], term)
-            # 6. Sum.
+            # 6. Sum. "Unchecked", since the shapes have been compared by now.
             sums[name] = weighted_sum_unchecked(weights[name], term.losses)
         microbatch = MicrobatchLoss(
             call,
@@ -169,11 +176,14 @@ class Step:
         )
         for extension in self.hook.extensions:
             extension.on_loss(microbatch)
-        if self.hook.reports_total and len(sums) == len(plans):
+        # An evaluation may lack terms: the total of the others is not the loss.
+        if self.hook.has_named_terms and len(sums) == len(plans):
             microbatch.report("loss", microbatch.pair(microbatch.total))
         self._note(microbatch, script, output)
         if script.stock_loss is not None:
-            self._take_stock_loss(microbatch, script, loss_function)
+            self._use_stock_loss(microbatch, script, loss_function)
+        # Megatron averages what it gets, over microbatches and ranks or by tokens: multiplied by the
+        # inverse of that, the gradients are those of the sum.
         num_tokens = _tokens_on_rank(call, first, i)
         return call.scale.returned(
             microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
@@ -193,6 +203,11 @@ class Step:
                 "samples of a whole step, got a call inside of it. Leave hook.step out."
             )
         number, first_index = call.scale.num_microbatches, self.num_taken
+        if first_index and not self.is_planned:
+            raise DataError(
+                "a step must be planned by its first call, and that call failed, got a further call in "
+                "its hook.step. Leave the block, and begin the step anew."
+            )
         left = len(self.microbatches) - first_index
         if number > left:
             raise DataError(
@@ -204,50 +219,61 @@ class Step:
         return replace(call, first_index=first_index, ends_step=number == left)
 
     def _check_before(self, call: Call) -> None:
-        """Check settings and Megatron's scaling, and what tokens there are to compare."""
+        """Check settings and measure Megatron's scaling; begin to note tokens if any are compared."""
         hook, verified = self.hook, self.hook.verified
+        # Settings, models and scripts do not change in a run: what the first step shows holds later.
         self.is_first = not verified.has_run(call)
         if self.is_first:
             check_same_on_all_ranks(call, hook.compared_settings())
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if call.trains and (self.is_first or hook.audit):
             hook.measure_scaling(call, self.is_first)
-        if self.is_first or verified.split_is_open(call, hook.split_is_declared):
-            self.tokens = TokenNotes(self.is_first, verified.splits, verified.gathers)
+        if self.is_first or verified.split_is_open(call):
+            self.tokens = TokenNotes(self.is_first, verified.splits)
 
     def _plan(self, call: Call) -> Plans | None:
-        """The plans of the step; None on stages without a loss."""
-        groups, refuses_empty = call.groups, call.trains and self.hook.empty_step == "error"
+        """The plans of the step; None on pipeline stages without a loss."""
+        groups = call.groups
+        must_have_tokens = call.trains and self.hook.empty_step == "error"
         self.iterator = call.data_iterator
-        read: Callable[[], list[MicrobatchOfTerms]] = functools.partial(self._read, call)
+        read: Callable[[], list[TermMicrobatches]] = functools.partial(self._read, call)
         if groups.dp_cp is not None and groups.reads_data:
+            # Under dynamic context parallelism the loader communicates. If it fails on this rank, the
+            # others wait in its collective, not in one of ours.
             read = read_now(read)
-        # The first error, and that of an empty step, are raised on all ranks of the model.
+        # Errors of a first step, and of an empty one, are raised on all ranks of the model; in other
+        # steps ranks need not wait for each other. A failure spreads from the ranks of a microbatch,
+        # all on the last stage, to the stages before it.
         with failing_together(
             [groups.split_group, groups.pp],
             _ANOTHER_RANK_FAILED,
-            when=self.is_first or refuses_empty,
+            when=self.is_first or must_have_tokens,
         ):
             if not groups.is_last_stage:
                 return None
             plans: Plans | None = None
+            # One tensor-parallel rank has the data; it counts the step together with those of the
+            # other data-parallel ranks, and sends its plans to the rest of its group.
             with failing_in_broadcast(groups.tp):
                 if groups.reads_data:
                     with failing_in_exchange(groups.count_group):
                         microbatches = read()
                     plans = plan_step(
-                        *(call.terms, self.hook.units, microbatches, groups.count_group),
+                        call.terms,
+                        self.hook.units,
+                        microbatches,
+                        groups.count_group,
                         is_evaluation=not call.trains,
                     )
             plans = broadcast_plans(plans, call.terms, groups.tp)
-            if refuses_empty and is_empty(call, plans):
+            if must_have_tokens and is_empty(call, plans):
                 raise DataError(
                     "a step must have an active token, and every token is masked or rejected. Fix "
                     "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
                 )
         return plans
 
-    def _read(self, call: Call) -> list[MicrobatchOfTerms]:
+    def _read(self, call: Call) -> list[TermMicrobatches]:
         """The microbatches of the step, on a rank that reads data."""
         read_step, number = self.hook.read_step, call.scale.num_microbatches
         if self.microbatches is not None:
@@ -266,24 +292,25 @@ class Step:
                 self.tokens.note_batch(i, microbatch)
         return microbatches if call.trains else with_dataset_ids(call.terms, microbatches)
 
-    def _draw(self, call: Call, number: int) -> list[MicrobatchOfTerms]:
+    def _draw(self, call: Call, number: int) -> list[TermMicrobatches]:
         """The microbatches of the batches that the call's forward steps will take."""
-        microbatches: list[MicrobatchOfTerms] = []
+        microbatches: list[TermMicrobatches] = []
         if self.is_first:
             tensors = DrawnTensors()
+        # Under hybrid context parallelism one item holds the samples of the whole step.
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
         for _ in range(num_items):
             item = drawn.draw()
-            for batch in batches_of(call, item) if call.draws_samples else [item]:
+            for batch in batches_on_rank(call, item) if call.draws_samples else [item]:
                 microbatch = self.hook.read_batch(batch)
                 if call.groups.dp_cp is not None:
                     microbatch = with_cp_size(microbatch, batch)
                 if self.tokens is not None:
-                    # Before the next one is drawn, maybe into the same memory.
+                    # Copied before the next batch is drawn, perhaps into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
                 if self.is_first:
-                    tensors.note(microbatch)
+                    tensors.note(microbatch, self.hook.units)
                 microbatches.append(microbatch)
         if self.is_first:
             tensors.check_unchanged()
@@ -293,7 +320,7 @@ class Step:
     def _running(self, call: Call) -> Iterator[None]:
         """Enter the extensions, and keep Megatron from reducing before the step's last call."""
         if self.microbatches is not None:
-            self.iterator = call.data_iterator
+            self.iterator = call.data_iterator  # every call may have another one
         elif self.hook.read_step is None:
             self._fetch_next(call)
         with contextlib.ExitStack() as stack:
@@ -304,14 +331,14 @@ class Step:
             yield
 
     def _fetch_next(self, call: Call) -> None:
-        """Start to draw the next step's batches by a `Prefetch`, if there is one."""
+        """If there is a `Prefetch`, start to draw the next step's batches behind this one's compute."""
         if call.trains and call.groups.reads_data and not call.draws_samples:
             iterator: Any = call.data_iterator
             if self.hook.prefetch or isinstance(getattr(iterator, "iterable", iterator), Prefetch):
                 fetch_ahead(iterator, call.scale.num_microbatches, insert=self.hook.prefetch)
 
     def _forward_step(self, call: Call) -> Callable[..., Any]:
-        """The script's forward step, whose loss function is replaced by `loss`."""
+        """The script's forward step with `loss` in place of its loss function."""
         script_forward_step: Callable[..., Any] = call.arguments["forward_step_func"]
         if self.plans is None:
             return script_forward_step
@@ -322,13 +349,14 @@ class Step:
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
-                return script_forward_step(*args, **kwargs)  # the schedule asks for no loss of it
-            # Counts the microbatches of the step; a call may have a part of them.
-            i = self.forward_steps
-            self.forward_steps += 1
+                return script_forward_step(*args, **kwargs)  # the last chunk alone computes a loss
+            # The schedules take microbatches in order. The index is that in the step, not in the call.
+            i = self.num_forward_steps
+            self.num_forward_steps += 1
             with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, i):
                 output, loss_function = script_forward_step(*args, **kwargs)
-            # All that a loss depends on is bound here, since Megatron may compute it again.
+            # All that the loss depends on is bound here, since Megatron may compute it again, when
+            # later forward steps have run.
             return output, functools.partial(self.loss, call, plans, i, loss_function)
 
         return forward_step
@@ -349,50 +377,60 @@ class Step:
         return reports
 
     def _note(self, microbatch: MicrobatchLoss, script: ScriptLosses, output: Any) -> None:
-        """Note what is compared after the step."""
+        """Note the sums for the comparison after the step; check that the loss has a gradient."""
         call, plans, i = microbatch.call, microbatch.plans, microbatch.i
         if script.is_gathered:
             self.gathered.add(i)
         self.sums[i] = [
             note_sums(
-                *(microbatch.samples[name], plans[name], i, term, microbatch.weights[name]),
+                microbatch.samples[name],
+                plans[name],
+                i,
+                term,
+                microbatch.weights[name],
                 self.is_first,
             )
             for name, term in script.terms.items()
         ]
         if call.trains and torch.is_grad_enabled():
+            # Now, since the backward pass would fail without a word about the cause.
             check_has_gradient(microbatch.total, output)
 
-    def _take_stock_loss(
+    def _use_stock_loss(
         self, microbatch: MicrobatchLoss, script: ScriptLosses, loss_function: Any
     ) -> None:
-        """Report ``lm loss``, and note the loss of a function that is not verified yet."""
+        """Correct the report ``lm loss``, and note the loss if its function is not verified yet."""
         # A function may compute more in training than in an evaluation.
-        function = microbatch.call.trains, function_of(loss_function)
+        function = microbatch.call.trains, function_key(loss_function)
         is_verified = function in self.hook.verified.loss_functions
         stock_loss = microbatch.stock_loss
         if "lm loss" in microbatch.reports:
-            has_sum = is_verified and script.returns_sum
+            # A verified function has computed the masked sum already.
+            has_sum = is_verified and script.has_token_count
             pair = token_mean_pair(microbatch, stock_loss if has_sum else None)
             microbatch.reports["lm loss"] = pair
         if stock_loss is None or is_verified:
             return
         ((name, term),) = script.terms.items()
         cp = microbatch.samples[name].cp
-        note = note_stock_loss(cp, function, stock_loss, script.returns_sum, term)
+        note = note_stock_loss(cp, function, stock_loss, script.has_token_count, term)
         if note is not None:
             self.stock_losses[microbatch.i] = note
 
     def _check_after(self, call: Call) -> None:
-        """Raise unless the step's losses were those that were counted; in the first step everywhere.
+        """Raise unless the losses of the step had the masks and tokens that were counted.
 
-        After the step's last call, since ranks may make other numbers of calls.
+        Once a step, after its last call, since ranks may make different numbers of calls.
         """
         hook, plans, groups = self.hook, self.plans, call.groups
+        # In this order an error of one rank of the last stage reaches all ranks: those of its stage,
+        # the other stages, then the other replicas. In the first step alone: it is the one in which
+        # mistakes show, and later ones should not make ranks wait for each other.
         model_groups = [groups.tp, groups.cp, groups.pp, groups.dp]
         with failing_together(model_groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
             if plans is not None:
                 self._check_number_of_losses(plans)
+        # Apart from the former, since ranks communicate while they compare.
         with failing_together(model_groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
             if plans is not None:
                 self._compare_or_warn(call, plans)
@@ -403,6 +441,7 @@ class Step:
             is_empty_step = any_rank(is_empty_here, groups.pp)  # other stages have no plan
             if call.trains:
                 hook.step_is_empty = is_empty_step and hook.empty_step == "skip"
+            # In a step without tokens there was nothing to compare: the next one is the first again.
             if not is_empty_step:
                 hook.verified.add_run(call)
 
@@ -429,7 +468,6 @@ class Step:
         """Compare the step's notes with its plan."""
         hook, verified = self.hook, self.hook.verified
         if self.tokens is not None or verified.split_matters(call):
-            verified.gathers |= bool(self.gathered)
             dependent = dependent_microbatches(call, plans, self.gathered)
             is_declared = hook.split_is_declared
             if self.tokens is not None:
@@ -443,7 +481,7 @@ class Step:
 
 
 def is_empty(call: Call, plans: Plans) -> bool:
-    """Whether every token of the step is masked or rejected, in all terms that have a multiplier."""
+    """Whether every token of the step is masked or rejected, in all terms that are not switched off."""
     in_loss = [plan for name, plan in plans.items() if call.terms[name].multiplier]
     return all(plan.is_empty for plan in in_loss or plans.values())
 
@@ -451,13 +489,13 @@ def is_empty(call: Call, plans: Plans) -> bool:
 def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:
     """Token count that this rank returns to Megatron for microbatch ``i``.
 
-    The floors of ``(tokens + rank) / size`` over context-parallel ranks add up to the tokens. The
-    last call of a step also returns the tokens of earlier calls, since Megatron dropped their counts
-    with its finalization (`Call.without_reduction`).
+    It must be an integer: the floors of ``(tokens + rank) / size`` over context-parallel ranks add up
+    to the tokens. The last call of a step also returns the tokens of earlier calls, since Megatron
+    dropped their counts with its finalization (`Call.without_reduction`).
     """
-    counts_earlier_calls = i == call.first_index and call.ends_step
+    has_earlier_tokens = i == call.first_index and call.ends_step
     num_tokens = 0
-    for k in range(i + 1) if counts_earlier_calls else [i]:
+    for k in range(i + 1) if has_earlier_tokens else [i]:
         cp = call.groups.cp_rank_in(plan.shapes[k])
         num_tokens += (plan.model_tokens[k] + cp.rank) // cp.size
     return num_tokens
@@ -483,7 +521,7 @@ def _reported(
     script: ScriptLosses,
     weights: Mapping[str, Tensor],
 ) -> Mapping[str, Any]:
-    """A script's report of losses and weights, each by term if there are several."""
+    """The result of a script's report function: losses and weights are by term if several."""
     if len(names) == 1:
         (name,) = names
         return report(script.terms[name].losses, weights[name])

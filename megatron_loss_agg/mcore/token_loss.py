@@ -1,4 +1,4 @@
-"""Loss functions that leave their reduction to the hook: losses of tokens, and of samples."""
+"""Loss functions that leave their reduction to the hook: for losses of tokens, and of samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
 from megatron_loss_agg.weighted_sum import weighted_sum
 
 Losses = Tensor | Mapping[str, Tensor]
-"""Of one term, or by the names of several."""
+"""The losses of one term; or of several, by name."""
 
 hooks: WeakSet[Any] = WeakSet()
 """Every `LossHook` of this process."""
@@ -55,7 +55,7 @@ class TokenLoss(LossFunction):
             factor in them stays in the loss. Or (losses, report): the report is a mapping of names
             to (sum, count) pairs, for Megatron's training loop, or to the metrics of
             `megatron_loss_agg.report`, for `reduce_reports`.
-        loss_mask: of this rank's tokens: its context-parallel part of the batch's mask. With
+        loss_mask: that of this rank's tokens, its context-parallel part of the batch's mask. With
             ``gather``, the whole mask.
         gather: for losses that need all tokens of a sequence under context parallelism. Model
             output -> a number for each token of this rank, in the shape of its part of the mask
@@ -141,14 +141,14 @@ class SampleLoss(LossFunction):
 
     Args:
         compute: model output -> losses [samples]; with ``per_token``, (sums, lengths) -> losses
-            [samples], from the sum and the mask sum of each sequence, [sequences]. The result is as
-            of a `TokenLoss`.
+            [samples], from the sum and the mask sum of each sequence, [sequences]. With a report as
+            in `TokenLoss`.
         per_token: model output -> a number for each token of this rank, in the shape of
             ``loss_mask``, or a mapping of such tensors. The hook multiplies them by the mask and adds
             them up over each sequence of ``Microbatch.of_samples(sequences=)``, on all
             context-parallel ranks. Values at masked positions are ignored, even NaN.
-        loss_mask: of this rank's tokens of the sequences; required with ``per_token``.
-        report: as of `TokenLoss`.
+        loss_mask: that of this rank's tokens of the sequences; required with ``per_token``.
+        report: as in `TokenLoss`.
 
     Raises:
         DataError: in a step: not one loss per sample; or no ``per_token`` under context parallelism.
@@ -235,12 +235,12 @@ def _needs_hook(loss_function: str) -> HostError:
 def _further_reports(
     report: Report | None, terms: Mapping[str, TermLosses]
 ) -> list[tuple[Report, Sequence[str]]]:
-    """The script's function of losses and weights, with the names of its terms, if it has one."""
+    """The script's report function, if it has one, with the names of the terms it gets."""
     return [] if report is None else [(report, [*terms])]
 
 
 def losses_and_report(results: Any) -> tuple[Any, dict[str, Any]]:
-    """The losses alone have an empty report."""
+    """The results of ``compute`` as (losses, report); the report is empty if there are only losses."""
     if isinstance(results, (Tensor, Mapping)):
         return results, {}
     if not isinstance(results, (tuple, list)) or len(results) != 2:

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -225,7 +224,6 @@ def bytes_of_plan() -> int:
     samples = [1000, 100_000][dist.get_rank()]
     microbatch = Microbatch(torch.ones(samples, 1), prompt_ids=torch.arange(samples))
     plan = StepPlan.build(aggregation("prompt_mean"), [microbatch], dist.group.WORLD)
-    plan.coefficients_on(torch.device("cpu"), torch.float32)
     assert plan.sums[0].mask == samples
     return len(pickle.dumps(plan))
 
@@ -233,17 +231,6 @@ def bytes_of_plan() -> int:
 def test_a_pickled_plan_has_no_samples_of_other_ranks():
     # Three numbers a sample: the coefficient, the mask sum and the id.
     assert run_ranks(bytes_of_plan, 2)[0] < 1000 * 8 * 3 + 4000
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_coefficients_are_moved_once_and_divided(parts):
-    step = [Microbatch(torch.ones(2, 4)), Microbatch(torch.ones(1, 2))]
-    plan = StepPlan.build(aggregation("sample_mean"), step)
-    there = plan.coefficients_on(torch.device("cpu"), torch.float32, parts)
-    assert [x.tolist() for x in there] == [
-        pytest.approx((plan.coefficients(i) / parts).tolist()) for i in range(2)
-    ]
-    assert plan.coefficients_on(torch.device("cpu"), torch.float32, parts) is there
 
 
 def test_the_planned_sums_are_those_of_masks_and_weights():

@@ -5,6 +5,7 @@ No rank waits for one that failed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megatron_loss_agg import Term
+from megatron_loss_agg import AggregationError, Term
 from megatron_loss_agg.mcore import Extension, LossHook, read_batch
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import EVALUATION, Batch, Call, Case, assert_exact
@@ -222,6 +223,15 @@ def other_calls_on_each_rank(hook: LossHook, model: Any, call: Call) -> None:
             call(number, zero_grad=i == 0)
 
 
+def going_on_after_a_failed_plan(hook: LossHook, model: Any, call: Call) -> None:
+    read = [read_batch(batch) for batch in FOUR.data(0)]
+    without_ids = [replace(x, prompt_ids=None) for x in read]
+    with hook.step(without_ids):
+        with contextlib.suppress(AggregationError):
+            call(2)
+        call(2, zero_grad=False)
+
+
 def nested(hook: LossHook, model: Any, call: Call) -> None:
     with hook.step([]), hook.step([]):
         pass
@@ -235,6 +245,11 @@ def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
 CALLS = {
     "calls that leave microbatches": of_calls(
         *(1, 2), says="DataError: the calls inside hook.step must take all of its 4 ... got 3"
+    ),
+    "a call after a first one that failed": Refusal(
+        "DataError: a step must be planned by its first call, and that call failed",
+        replace(FOUR, mode="prompt_mean", run=going_on_after_a_failed_plan),
+        "dp1",
     ),
     "calls that take too many": of_calls(
         *(3, 2),

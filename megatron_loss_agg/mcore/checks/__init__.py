@@ -1,1 +1,1 @@
-"""Checks of every hook, in the order in which `hook` calls them; they raise and change no number."""
+"""Checks of every hook: they raise, and change no number. `step` calls them."""

@@ -20,7 +20,7 @@ _REFUSED = {
     "gtp_weight_remat_size": _FURTHER_DATA,
     "expert_gtp_weight_remat_size": _FURTHER_DATA,
 }
-"""Refused where they are on, or more than 1."""
+"""Refused if on, or more than 1, for these reasons."""
 _OTHER_SCHEDULES = (
     "hybrid_context_parallel",
     "dynamic_context_parallel",
@@ -28,19 +28,19 @@ _OTHER_SCHEDULES = (
 )
 
 
-def check_settings(settings: Any, of_wrapper: Any) -> None:
+def check_settings(settings: Any, wrapper_settings: Any) -> None:
     """Raise HostError for the first setting under which a loss is not exact.
 
     Args:
         settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
-        of_wrapper: the settings of its data-parallel wrapper; the flags, too, have them.
+        wrapper_settings: those of its data-parallel wrapper; Megatron's flags have both.
     """
     for name, reason in _REFUSED.items():
         value = getattr(settings, name, None) or 0  # True, or a number of ranks
         if value is True or value > 1:
             raise _refusal(name, "", reason)
     _check_dynamic_context_parallel(settings)
-    _check_optimizer_instances(settings, of_wrapper)
+    _check_optimizer_instances(settings, wrapper_settings)
     _check_fused_cross_entropy(settings)
     _check_cuda_graphs(settings)
 
@@ -48,8 +48,8 @@ def check_settings(settings: Any, of_wrapper: Any) -> None:
 def check_logits_are_split(call: Call) -> None:
     """Raise HostError if a model that computes its loss gathers its logits before.
 
-    Megatron's cross entropy adds up exponentials over tensor-parallel ranks, each of which then has
-    all of them.
+    Megatron's cross entropy adds up exponentials over tensor-parallel ranks. With gathered logits
+    each rank has all of them, so that they count several times.
     """
     ranks = dist.get_world_size(call.groups.tp)
     gathers = any(getattr(x, "parallel_output", True) is False for x in call.chunks[-1].modules())
@@ -65,13 +65,14 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
     """Raise OptionError, on all ranks of the model, unless they have the same settings."""
     texts = tuple(f"{name}={value}" for name, value in settings.items())
     ranks_by_texts = {texts: [dist.get_rank()]}
-    # What a group has in common, each of its ranks passes on to its group along the next axis.
+    # Along one axis after the other: each rank passes on what it has from the axes before, so that
+    # in the end it has the settings of all ranks, without a process group of all.
     for axis in ("tp", "cp", "dp", "pp"):
         part: Callable[[], Any] = functools.partial(dict, ranks_by_texts)
-        of_ranks = gather_objects(part, getattr(call.groups, axis), "comparing settings")
+        gathered = gather_objects(part, getattr(call.groups, axis), "comparing settings")
         ranks_by_texts = {}
-        for of_rank in of_ranks:
-            for texts, ranks in of_rank.items():
+        for rank_part in gathered:
+            for texts, ranks in rank_part.items():
                 merged = {*ranks_by_texts.get(texts, []), *ranks}
                 ranks_by_texts[texts] = sorted(merged)
     if len(ranks_by_texts) > 1:
@@ -87,9 +88,10 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
 
 
 def check_schedule(call: Call, flag: str) -> None:
-    """Raise HostError where ``flag``, of a loss that Megatron adds, was not compared with it.
+    """Raise HostError under a schedule with which the losses of ``flag`` are not right.
 
-    Its wrapper follows the model's own forward pass, in microbatches of one context-parallel group.
+    Its extension observes the model's forward pass, so the schedule must call that, with the same
+    context-parallel ranks for all microbatches.
     """
     on = [name for name in _OTHER_SCHEDULES if getattr(call.config, name, False)]
     if on:
@@ -110,8 +112,8 @@ def _check_dynamic_context_parallel(settings: Any) -> None:
             )
 
 
-def _check_optimizer_instances(settings: Any, of_wrapper: Any) -> None:
-    instances = getattr(of_wrapper, "num_distributed_optimizer_instances", 1)
+def _check_optimizer_instances(settings: Any, wrapper_settings: Any) -> None:
+    instances = getattr(wrapper_settings, "num_distributed_optimizer_instances", 1)
     stages = getattr(settings, "pipeline_model_parallel_size", 1)
     per_token = getattr(settings, "calculate_per_token_loss", False)
     if instances > 1 and stages > 1 and per_token:

@@ -1,4 +1,4 @@
-"""Ids that begin anew in every microbatch, by which different prompts are taken for one."""
+"""Ids that begin anew in every microbatch, so that different prompts count as one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_loss_agg.plan import StepPlan
 def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
     """Warn if the ids of prompts or rollouts are 0, 1, 2 and so on in every microbatch of the step.
 
-    A step may be so, such as one with a sample of every prompt in each microbatch.
+    A warning, not an error, since they may be right: each microbatch may have a sample of each prompt.
 
     Args:
         plans: by term, with the samples of all ranks.
@@ -24,10 +24,10 @@ def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
         assert samples is not None
         # Sorted by microbatch, then by id.
         microbatches, ids = torch.stack([samples.microbatch, samples.ids[unit]]).unique(dim=1)
-        of_each = microbatches.unique(return_counts=True)[1].tolist()
-        if len(of_each) > 1 and torch.equal(ids, torch.cat([torch.arange(n) for n in of_each])):
+        counts = microbatches.unique(return_counts=True)[1].tolist()
+        if len(counts) > 1 and torch.equal(ids, torch.cat([torch.arange(n) for n in counts])):
             warnings.warn(
-                f"the {unit}_ids start at 0 in each of the {len(of_each)} microbatches with samples, "
+                f"the {unit}_ids start at 0 in each of the {len(counts)} microbatches with samples, "
                 f"and equal ids are one {unit} over the whole step. If they are several {unit}s, number "
                 f"them on through all microbatches and ranks (the batch key '{unit}_ids').",
                 stacklevel=2,

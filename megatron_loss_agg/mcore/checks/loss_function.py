@@ -1,6 +1,7 @@
-"""Checks that stock loss functions return a masked sum of the model's losses, or their mean.
+"""Checks that stock loss functions return the masked sum of the model's losses, or their mean.
 
-The hook replaces their reduction, so anything else that they compute would be lost.
+The hook replaces their reduction, so anything else that they compute would be lost. A function is
+compared until a step shows that it has no factor: losses that cancel, or are 0, fit with any.
 """
 
 from __future__ import annotations
@@ -26,36 +27,38 @@ _ROUNDING = 16
 class StockLoss(NamedTuple):
     """The result of a stock loss function, compared with the masked sum; on its device."""
 
-    function: object  # a key that loss functions with the same code share
+    function: object  # its key, see `function_key`
     fits: Tensor  # bool
     shows_factors: Tensor  # bool: a wrong factor would not fit
     loss: Tensor
 
 
 def note_stock_loss(
-    cp: CPRank, function: object, stock_loss: Any, returns_sum: bool, term: TermLosses
+    cp: CPRank, function: object, stock_loss: Any, has_token_count: bool, term: TermLosses
 ) -> StockLoss | None:
     """Compare the result of a stock loss function, without a wait for the device.
 
-    None for a mean over this rank's part of the tokens, which no whole mean can be compared with.
+    None for a mean over this rank's part of the tokens: there is no whole mean to compare it with.
 
     Args:
-        returns_sum: it returned a token count beside its loss, so that the loss is no mean.
+        has_token_count: the function returned a token count beside its loss, so the loss is a sum.
     """
     if not is_plain(stock_loss) or stock_loss.numel() != 1:
         raise HostError(
             f"a loss function must return the masked sum, a tensor of one number, got "
             f"{described(stock_loss)}. Change it, or return a TokenLoss."
         )
-    if not returns_sum and cp.size > 1:
+    if not has_token_count and cp.size > 1:
         return None
     loss = stock_loss.detach().reshape(())
-    fits, shows_factors = fits_masked_sum(loss, term.losses, term.mask, may_be_mean=not returns_sum)
+    fits, shows_factors = fits_masked_sum(
+        loss, term.losses, term.mask, may_be_mean=not has_token_count
+    )
     return StockLoss(function, fits, shows_factors, loss)
 
 
 def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
-    """Raise HostError unless all fit; return the functions whose factors would have shown.
+    """Raise HostError unless all fit; return the functions that would not fit with a factor.
 
     Waits for the device.
     """
@@ -75,11 +78,11 @@ def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
 def fits_masked_sum(
     loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool
 ) -> tuple[Tensor, Tensor]:
-    """Whether ``loss`` is ``sum(mask * losses)``, and whether a factor of it would show.
+    """Whether ``loss`` is ``sum(mask * losses)``, and whether a wrong factor of it would show.
 
-    Bool, scalars on the device of ``loss``. The first is True, too, of a loss that is not finite;
-    if it ``may_be_mean``, also of that sum over ``sum(mask)``, or over 1 if that is more. The
-    second is False of what cancels, or is 0: it fits with any factor.
+    Both are bool scalars on the device of ``loss``. The first is also True for a loss that is not
+    finite; and, if it ``may_be_mean``, for that sum divided by ``max(sum(mask), 1)`` or
+    ``sum(mask)``. The second is False where losses cancel or are 0, so that any factor fits.
     """
     epsilon = torch.finfo(loss.dtype).eps
     loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))

@@ -1,7 +1,8 @@
 """Measures Megatron's scaling of a loss with a tiny model, and compares it with `scale`.
 
-The tiny model has one parameter, and a second one if the run's model has experts, whose gradients
-are reduced over another group. It goes through Megatron's own schedule, data-parallel wrapper and
+Measured, since the scaling has changed between releases, and depends on the model's wrapper. The tiny
+model has one parameter; and a second one if the run's model has experts, since their gradients are
+reduced over another process group. It goes through Megatron's schedule, data-parallel wrapper and
 gradient finalization. Every rank's gradient is different, so that a missing reduction shows.
 """
 
@@ -19,15 +20,15 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.call import Call, stock
+from megatron_loss_agg.mcore.call import Call, original
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
-"""Of megatron.core.distributed. Tests compare the measurement of each with a training step."""
+"""Classes of megatron.core.distributed. Tests compare the measurement of each with a training step."""
 
 _TOLERANCE = 1e-4
-"""Relative tolerance of the measured factor, which is measured in fp32."""
+"""Relative tolerance of the measured factor; gradients are in fp32."""
 _TOKENS = 2
 """Per microbatch and rank: with 1, a lone microbatch hides a missing division."""
 _PER_RANK = 128
@@ -57,7 +58,7 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
     Raises:
         HostError: they differ from the planned ones, or cannot be measured.
     """
-    wrap = wrapper_of(call)
+    wrap = model_wrapper(call)
     if wrap is None:
         if trust_unmeasured:
             return None
@@ -87,14 +88,14 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
 
 @torch.enable_grad()  # a loop may call the schedule without gradients
 def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
-    """Megatron's gradients as a multiple of the planned ones: of all, the farthest from 1.
+    """Megatron's gradients as a multiple of the planned ones: the multiple that is farthest from 1.
 
-    All ranks must call; it is the same on all of them, and NaN if one is.
+    All ranks must call. The result is the same on all of them, and NaN if one gradient is.
     """
     reduced_over = _reduced_over(call)
     factor = torch.ones(1, dtype=torch.float64)
     for gradient, groups in zip(_gradients(call, wrap, reduced_over), reduced_over, strict=False):
-        # Ranks' own gradients are 1 + rank, so that their sum is 1 + ... + ranks.
+        # A rank's gradient is 1 + rank before the reduction, so the sum is 1 + ... + ranks.
         planned = math.prod(n * (n + 1) / 2 for n in map(dist.get_world_size, groups))
         factors = gradient.detach().cpu().double().flatten() / planned
         factor = _farthest(torch.cat([factor, factors]))
@@ -111,13 +112,14 @@ def _farthest(factors: Tensor) -> Tensor:
 def _gradients(
     call: Call, wrap: Callable[..., Any], reduced_over: Sequence[_Groups]
 ) -> list[Tensor]:
-    """After a step of the tiny model, by parameter: the elements that this rank has reduced, if any."""
+    """The gradients of the tiny model after a step: of each, the elements that this rank has reduced."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     config, number = _simplified(call.config), call.scale.num_microbatches
-    numbers = all_gather(torch.tensor([number]), call.groups.dp)  # may differ
+    numbers = all_gather(torch.tensor([number]), call.groups.dp)  # different on each, perhaps
     total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
-    of_rank = [math.prod(1 + dist.get_rank(group) for group in groups) for groups in reduced_over]
+    # Different on each rank that a gradient is reduced over.
+    factors = [math.prod(1 + dist.get_rank(group) for group in groups) for groups in reduced_over]
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
         return call.scale.returned(output, _TOKENS, total_tokens, {})
@@ -125,12 +127,12 @@ def _gradients(
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model() / number, loss_func
 
-    model = wrap(config, _tiny_model(config, of_rank, next(call.chunks[-1].parameters()).device))
+    model = wrap(config, _tiny_model(config, factors, next(call.chunks[-1].parameters()).device))
     if call.config.no_sync_func is not None:
         config.no_sync_func = model.no_sync
     if hasattr(model, "zero_grad_buffer"):
         model.zero_grad_buffer()
-    stock(forward_backward_no_pipelining)(
+    original(forward_backward_no_pipelining)(
         forward_step_func=forward_step,
         data_iterator=iter([]),
         model=[model],
@@ -149,7 +151,7 @@ def _reduced(model: Any) -> list[Tensor]:
         for buffer in (model.buffers[0], *model.expert_parallel_buffers):
             group = buffer.data_parallel_group
             shards = buffer.grad_data.view(dist.get_world_size(group), -1)
-            # This rank's is reduced, whether by all-reduce or reduce-scatter; then comes padding.
+            # This rank's shard is reduced by an all-reduce as by a reduce-scatter; it ends in padding.
             gradients.append(shards[dist.get_rank(group)][:_PER_RANK])
         return gradients
     for parameter in model.parameters():
@@ -161,23 +163,24 @@ def _reduced(model: Any) -> list[Tensor]:
 
 
 def _reduced_over(call: Call) -> list[_Groups]:
-    """The groups over which gradients are reduced: of dense parameters and, if any, of experts'."""
+    """The process groups that reduce gradients: of dense parameters and, if any, of experts."""
     from megatron.core import parallel_state
 
-    # Megatron FSDP replaces parameters, and keeps those that Megatron has marked.
+    # Megatron marks experts by ``allreduce``. Its FSDP replaces parameters, and keeps these marks on
+    # the originals.
     marked = (getattr(x, "orig_param", x) for x in call.chunks[-1].parameters())
     if all(getattr(x, "allreduce", True) for x in marked):
         return [_data_groups(call)]
     pg = call.pg_collection
-    of_experts = parallel_state.get_expert_data_parallel_group() if pg is None else pg.expt_dp
-    return [_data_groups(call), (of_experts,)]
+    expert_group = parallel_state.get_expert_data_parallel_group() if pg is None else pg.expt_dp
+    return [_data_groups(call), (expert_group,)]
 
 
 def _data_groups(call: Call) -> _Groups:
     return call.groups.dp, call.groups.cp
 
 
-def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
+def model_wrapper(call: Call) -> Callable[[Any, Any], Any] | None:
     """(configuration, tiny model) -> the tiny model, wrapped as the run's is; None if unknown."""
     from megatron.core import distributed
 
@@ -200,7 +203,7 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
 
     def wrap(config: Any, model: Any) -> Any:
         units = getattr(chunk, "fsdp_unit_modules", None)
-        if units:  # Megatron FSDP expects to find one
+        if units:  # Megatron FSDP needs one in the model
             options["fsdp_unit_modules"] = [type(model)]
         return type(chunk)(config, settings, model, **options)
 
@@ -208,12 +211,12 @@ def wrapper_of(call: Call) -> Callable[[Any, Any], Any] | None:
 
 
 def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -> Any:
-    """A model with a parameter, dense or an expert's, for each of ``gradients``, which it gets."""
+    """A model with a dense parameter, then an expert's; ``gradients`` are those that they get."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
     class TinyModel(MegatronModule):
-        """With what gradient finalization reads."""
+        """Has the attributes that gradient finalization reads."""
 
         model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False
@@ -222,7 +225,7 @@ def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -
         def __init__(self) -> None:
             super().__init__(config)
             self.kinds = torch.nn.ModuleDict()
-            # Megatron's DDP knows experts' parameters by their attribute, its FSDP by their name.
+            # Megatron's DDP tells experts' parameters by their attribute, its FSDP by their name.
             size = _PER_RANK * dist.get_world_size()
             for name in ("dense", "experts")[: len(gradients)]:
                 zeros = torch.zeros(size, dtype=torch.float32, device=device)
@@ -241,7 +244,7 @@ def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -
 
 
 def _simplified(config: Any) -> Any:
-    """A copy with those of `_TURNED_OFF` turned off that this release knows."""
+    """A copy of ``config`` with the settings in `_TURNED_OFF` turned off, if this release has them."""
     changed = copy.copy(config)
     for value, names in _TURNED_OFF.items():
         for name in names.split():

@@ -3,8 +3,8 @@
 The weights follow the mask that the script passes to its loss function. They are right only if its
 sums are those that were counted, over the ranks that split its tokens:
 
-    sum_t m_t = M_s                                         of each sample, in the first step
-    sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   of each microbatch
+    sum_t m_t = M_s                                         for each sample, in the first step
+    sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   for each microbatch
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def note_sums(
     weights: Tensor,
     is_first_step: bool,
 ) -> TermSums:
-    """The sums of one microbatch, which `check_sums` compares after the step; waits for no device.
+    """The sums of one microbatch for `check_sums`, which compares them after the step.
 
-    In the first step by sample, too: that catches most wrong splits.
+    They stay on their device, so that no microbatch waits for it. In the first step there are sums by
+    sample, too: they catch most wrong splits.
     """
+    # Sums are added up over context-parallel ranks: if each has all tokens, they count once together.
     parts = samples.cp.size if term.is_whole else 1
     sums = {}
     if is_first_step:
@@ -84,7 +86,7 @@ def check_sums(
 
 
 def other_batches(difference: str) -> DataError:
-    """The error of context-parallel ranks that read other batches."""
+    """The error of context-parallel ranks that read different batches."""
     return DataError(
         f"all context-parallel ranks must read the same batches, got different {difference}. Split "
         "every batch by sequence, not by sample, and draw nothing at random on one rank alone."
@@ -93,7 +95,7 @@ def other_batches(difference: str) -> DataError:
 
 def _wrong_sum(call: Call, i: int, name: str, planned: float, total: float) -> DataError:
     ranks = dist.get_world_size(call.groups.split_group)
-    if name == "sum of weights" and ranks > 1:  # though the mask has the planned sum
+    if name == "sum of weights" and ranks > 1:  # compared after the mask sum, which was right
         return DataError(
             f"the weights of microbatch {i} must add up to {planned:g} over its context-parallel ranks, "
             f"got {total:g}. Give all of them the same ids, sample_weights and rejected, and each its "
@@ -109,7 +111,8 @@ def _wrong_sum(call: Call, i: int, name: str, planned: float, total: float) -> D
 
 
 def _tolerance(name: str, planned: float, size: float) -> float:
-    """Absolute. Sums of masks of 0 and 1 are exact in fp32, so that one token more or less shows."""
+    """The absolute tolerance of a sum."""
+    # A sum of 0 and 1 is exact in fp32: one token more or less must be an error, however many there are.
     is_count = name != "sum of weights" and planned.is_integer() and planned < 2**24
     return min(_TOLERANCE * size, 0.5) if is_count else _TOLERANCE * size
 
@@ -117,7 +120,7 @@ def _tolerance(name: str, planned: float, size: float) -> float:
 def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]]:
     """The planned sums of this name over all context-parallel ranks.
 
-    Each with the sum of its terms' absolute values, by which an error is measured.
+    Each with the sum of its terms' absolute values, since rounding errors are relative to that.
     """
     sums = plan.sums[i]
     if name == "sum of weights":
@@ -147,6 +150,7 @@ def _over_cp_ranks(
         return numbers
     if call.groups.dp_cp is not None:
         return _over_dynamic_groups(group, plans, notes, numbers)
+    # An all-reduce of different sizes would hang or fail without a word about the cause.
     if is_first_step:
         sizes = all_gather(torch.tensor([len(numbers)]), group)
         if bool((sizes != len(numbers)).any()):
@@ -162,9 +166,10 @@ def _over_dynamic_groups(
     notes: Sequence[TermSums],
     numbers: Tensor,
 ) -> Tensor:
-    """As `_over_cp_ranks`, where every microbatch has ranks of its own.
+    """As `_over_cp_ranks`, where each microbatch has its own ranks.
 
-    One all-reduce of a table with a row for every sum of every microbatch of all ranks.
+    One all-reduce, of a table with a row for every sum of every microbatch of all ranks: one for each
+    process group might deadlock, since ranks run theirs in different orders.
     """
     first_rows: dict[tuple[int, str], int] = {}  # the same on all ranks, whatever terms they have
     size = 0
@@ -175,8 +180,8 @@ def _over_dynamic_groups(
     rows = [torch.zeros(0, dtype=torch.int64)]
     for plan, i, sums in notes:
         for name in sums:
-            own = plan.sample_rows(i) if name == _BY_SAMPLE else plan.microbatch_rows[[i]]
-            rows.append(first_rows[id(plan), name] + own)
+            index = plan.sample_rows(i) if name == _BY_SAMPLE else plan.microbatch_rows[[i]]
+            rows.append(first_rows[id(plan), name] + index)
     index = torch.cat(rows).to(numbers.device)
     totals = for_backend(numbers.new_zeros(size).index_add_(0, index, numbers), group)
     dist.all_reduce(totals, group=group)

@@ -1,8 +1,9 @@
-"""Compares the tokens that a model is called with with those of the batches that were counted.
+"""Compares the tokens in a model's calls with those of the batches that were counted.
 
-In the first step they verify the declared split over context-parallel ranks, and the order of the
-microbatches. While the compared tokens fit several splits, microbatches whose weights depend on one
-go on being compared. Padding is not compared.
+In the first step this verifies the declared split over context-parallel ranks, and the order of the
+microbatches. Sums of masks do not show either of them for certain: two samples may have equal sums.
+While the compared tokens fit several splits, later microbatches are compared, too, if their weights
+depend on the split. Padding is not compared.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import broadcast_result, gather_objects
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_of
+from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_in
 from megatron_loss_agg.mcore.call import Call, innermost, replaced
 from megatron_loss_agg.mcore.checks.before import check_logits_are_split
 from megatron_loss_agg.mcore.checks.sums import other_batches
-from megatron_loss_agg.mcore.split import SPLITS, is_by_token, layout_of
+from megatron_loss_agg.mcore.split import SPLITS, is_by_token, rank_layout
 from megatron_loss_agg.microbatch import (
     Microbatch,
-    MicrobatchOfTerms,
     MicrobatchShape,
+    TermMicrobatches,
     holds_integers,
     term_microbatches,
 )
@@ -37,49 +38,49 @@ class TokenNotes:
     """The tokens of one step: of its batches, and of the model's calls.
 
     Args:
-        is_first_step: note every microbatch; else those alone that depend on what is still open.
-        splits: that fit the tokens of all earlier steps; None if none were compared.
-        gathers: losses of an earlier step were gathered in the order of the split.
+        is_first_step: note every microbatch; otherwise those alone that differ between the splits.
+        splits: those that fit the tokens of all earlier steps; None if none were compared.
     """
 
-    def __init__(self, is_first_step: bool, splits: set[str] | None, gathers: bool) -> None:
+    def __init__(self, is_first_step: bool, splits: set[str] | None) -> None:
         self._is_first_step = is_first_step
         self._splits = splits
-        self._gathers = gathers
         self._whole: dict[int, _WholeTokens] = {}  # by microbatch; empty on ranks that read none
-        self._inputs: dict[
-            int, Sequence[Tensor] | None
-        ] = {}  # the model's; None: it was not called
+        # The model's inputs by microbatch; None: it was not called.
+        self._inputs: dict[int, Sequence[Tensor] | None] = {}
 
-    def note_batch(self, i: int, microbatch: MicrobatchOfTerms, batch: Any = None) -> None:
+    def note_batch(self, i: int, microbatch: TermMicrobatches, batch: Any = None) -> None:
         """Copy the tokens of microbatch ``i``, once.
 
         Args:
-            batch: that was drawn for it; None where the microbatch did not come from a batch.
+            batch: the batch that it was read from; None without one, as in `LossHook.step`.
         """
-        if i not in self._whole and self._is_open_for(_token_microbatch(microbatch).cu_seqlens):
+        if i not in self._whole and self._is_open_for(_token_microbatch(microbatch).shape):
             self._whole[i] = _WholeTokens.of(microbatch, batch)
 
     def may_differ(self, call: Call, plans: Mapping[str, StepPlan]) -> bool:
-        """Whether the step may decide between splits that earlier tokens fit; alike on all ranks."""
-        if self._is_first_step:
-            return True
-        if call.groups.dp_cp is not None:  # ranks have other microbatches
-            has_packs = any(x.counts.all_samples > x.counts.microbatches for x in plans.values())
-            return self._gathers or has_packs
-        microbatches = range(len(plan_of_first_term(plans).sizes))
-        return any(self._is_open_for(token_shape(plans, i).starts) for i in microbatches)
+        """Whether the step may decide between splits that earlier tokens fit.
 
-    def _is_open_for(self, offsets: Tensor | None) -> bool:
-        """Whether the split of a microbatch with these offsets is open, and its weights depend on it.
-
-        Both kinds of zigzag are one for rows, though not for a pack with a tail of padding.
+        The same on all ranks, since they compare in a collective.
         """
         if self._is_first_step:
             return True
-        if offsets is None:
-            return self._gathers and "contiguous" in (self._splits or SPLITS)
-        return self._gathers or len(offsets) > 2
+        if call.groups.dp_cp is not None:  # each rank has other microbatches
+            return any(plan.has_shared_microbatches for plan in plans.values())
+        microbatches = range(len(plan_of_first_term(plans).sizes))
+        return any(self._is_open_for(token_shape(plans, i)) for i in microbatches)
+
+    def _is_open_for(self, shape: MicrobatchShape) -> bool:
+        """Whether the splits that are left differ in a rank's tokens of such a microbatch."""
+        if self._is_first_step:
+            return True
+        if shape.local_cp_size is not None:
+            return shape.local_cp_size > 1
+        if "contiguous" in (self._splits or SPLITS):
+            return True
+        # Both kinds of zigzag are one for a lone sequence that no padding follows, as for rows.
+        starts = shape.starts
+        return starts is not None and (len(starts) > 2 or int(starts[-1]) != shape.mask[-1])
 
     @contextlib.contextmanager
     def observing(self, call: Call, plans: Mapping[str, StepPlan], i: int) -> Iterator[None]:
@@ -110,7 +111,7 @@ class TokenNotes:
 
         Args:
             dependent: microbatches whose weights are right under one split alone.
-            is_declared: the user or the launcher has said that the split is ``call.split``.
+            is_declared: ``call.split`` comes from the user or the launcher, not from the default.
 
         Returns:
             the splits that fit all tokens compared in this step and earlier; None if none were.
@@ -183,14 +184,14 @@ def _depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gath
 def _has_tokens_with_loss(plan: StepPlan, i: int) -> bool:
     sequences = plan.sequences[i]
     has_loss = bool(plan.coefficients(i).any())
-    # A loss by sample may be of padding alone, which no split makes wrong.
+    # A loss by sample may have padding alone as its tokens: no split makes it wrong.
     return has_loss and (sequences is None or bool(sequences.mask_sum.any()))
 
 
 def _has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
     """Whether microbatch ``i`` is a pack of several samples.
 
-    The mask sum of a lone sample shows a wrong split by itself.
+    A lone sample has one coefficient, so its weights are wrong only if its mask sum is, too.
     """
     starts = token_shape(plans, i).starts
     return starts is not None and len(starts) > 2
@@ -231,20 +232,20 @@ class _WholeTokens(NamedTuple):
     is_real: Tensor  # not padding; in the shape of the mask
 
     @classmethod
-    def of(cls, microbatch: MicrobatchOfTerms, batch: Any) -> _WholeTokens:
+    def of(cls, microbatch: TermMicrobatches, batch: Any) -> _WholeTokens:
         tokens = _token_microbatch(microbatch)
-        inputs = tokens.model_inputs or model_inputs_of(batch, tokens.loss_mask)
+        inputs = tokens.model_inputs or model_inputs_in(batch, tokens.loss_mask)
         if not is_by_token(tokens.shape):
             inputs = ()
-        distinctive = [x for x in inputs if not _are_alike(x) and not _are_positions(x)]
+        distinctive = [x for x in inputs if not _are_equal(x) and not _are_positions(x)]
         copies = [x.detach().cpu().clone() for x in distinctive]
         return cls(copies, tokens.shape, _is_real(tokens))
 
 
-def _token_microbatch(microbatch: MicrobatchOfTerms) -> Microbatch:
-    """The term's microbatch that says most of the split, as `token_shape` chooses it.
+def _token_microbatch(microbatch: TermMicrobatches) -> Microbatch:
+    """The microbatch of the term that shows most about the split, as `token_shape` chooses it.
 
-    Where its losses are by sample, the one of its sequences.
+    For losses by sample, the microbatch of its sequences.
     """
     several = [x if x.sequences is None else x.sequences for x in term_microbatches(microbatch)]
     packs = [x for x in several if x.cu_seqlens is not None]
@@ -269,7 +270,7 @@ class _ModelCall(NamedTuple):
 
 @contextlib.contextmanager
 def _observed_calls(call: Call) -> Iterator[list[_ModelCall]]:
-    """The calls of the model chunk that computes the loss, or of its schedule's plan."""
+    """The calls of the model chunk that computes the loss."""
     model = innermost(call.chunks[-1])  # a script may call what Megatron's wrappers hold
     calls: list[_ModelCall] = []
 
@@ -280,7 +281,7 @@ def _observed_calls(call: Call) -> Iterator[list[_ModelCall]]:
         calls.append(_ModelCall.of(build_plan, args, kwargs))
         return build_plan(*args, **kwargs)
 
-    # Schedules that overlap the communication of experts call the layers by a plan.
+    # Schedules that overlap the communication of experts build a plan in place of a forward call.
     build_plan: Any = getattr(model, "build_schedule_plan", None)
     with contextlib.ExitStack() as stack:
         handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -291,7 +292,7 @@ def _observed_calls(call: Call) -> Iterator[list[_ModelCall]]:
 
 
 def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
-    """Raise DataError if the model got a pack that is not the batch's, or other ranks than planned.
+    """Raise DataError if the model's pack or its context-parallel ranks are not the planned ones.
 
     Args:
         packing: Megatron's ``packed_seq_params``, or None for rows.
@@ -323,7 +324,7 @@ def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: i
 
 
 def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
-    """Raise DataError for a batch that has only the real offsets of a padded pack."""
+    """Raise DataError for a batch with the real offsets of a padded pack, and not the padded ones."""
     assert shape.starts is not None
     ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
     names = ("cu_seqlens_q_padded", "cu_seqlens_q")
@@ -331,8 +332,8 @@ def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
     if not ends_early or offsets is None:
         return
     sequences, samples = offsets[:-1].cpu(), shape.starts[:-1]
-    are_as_many = len(sequences) in (len(samples), len(samples) + 1)  # one may be padding
-    if not are_as_many:
+    # One more sequence may be padding. With other numbers the packs cannot be compared one by one.
+    if len(sequences) not in (len(samples), len(samples) + 1):
         return
     sequences = sequences[: len(samples)]
     if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
@@ -345,8 +346,8 @@ def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
 class _SplitFinding(NamedTuple):
     """The splits of one microbatch that fit a rank's model inputs."""
 
-    splits: Sequence[str]  # under which they are this rank's part of the microbatch
-    others: Sequence[int]  # without any: microbatches that they are a part of instead
+    splits: Sequence[str]  # those under which the inputs are this rank's part of the microbatch
+    others: Sequence[int]  # if there are none: the microbatches that the inputs fit instead
 
 
 class _RankFindings(NamedTuple):
@@ -387,16 +388,16 @@ def _common_splits(i: int, findings: Sequence[_SplitFinding]) -> set[str] | None
 def _finding(
     call: Call, tokens: Mapping[int, _WholeTokens], i: int, inputs: Sequence[Tensor] | None
 ) -> _SplitFinding | None:
-    """None where nothing can be compared."""
+    """The splits that fit this rank's inputs of microbatch ``i``; None if nothing can be compared."""
     whole = tokens[i]
     if not whole.inputs:
         return None
     on_rank = [x.detach().cpu() for x in inputs or () if not _are_positions(x)]
-    # A rank that holds only padding is called with tokens that are all alike: they are compared, too.
+    # Equal tokens are compared, too: they may be padding, all that this rank holds under one split.
     splits = [split for split in SPLITS if _fits(call, whole, on_rank, split)]
     if splits:
         return _SplitFinding(splits, [])
-    distinctive = [x for x in on_rank if not _are_alike(x)]
+    distinctive = [x for x in on_rank if not _are_equal(x)]
     if not distinctive:
         return None
     others = [
@@ -406,12 +407,12 @@ def _finding(
 
 
 def _fits(call: Call, tokens: _WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
-    """Whether one of this rank's tensors is its part of a microbatch's, but for padding."""
+    """Whether one of this rank's tensors is its part of one of the microbatch's, except at padding."""
     shape = tokens.shape
     try:
         cp = call.groups.cp_rank_in(shape)
-        layout = layout_of(shape, split, cp.size, cp.rank)
-    except DataError:  # its length cannot be split in this way
+        layout = rank_layout(shape, split, cp.size, cp.rank)
+    except DataError:  # the length cannot be split in this way
         return False
     is_padding = ~layout.shard(tokens.is_real)
     for whole in tokens.inputs:
@@ -425,7 +426,7 @@ def _fits(call: Call, tokens: _WholeTokens, on_rank: Sequence[Tensor], split: st
 def _is_real(microbatch: Microbatch) -> Tensor:
     """True at tokens of a sample, False at padding: bool in the shape of the mask, on the CPU.
 
-    In rows, padding is all behind the last active token.
+    In rows, all tokens after the last active one count as padding.
     """
     sample_index = microbatch.sample_index()
     if sample_index is not None:
@@ -439,7 +440,7 @@ def _is_real(microbatch: Microbatch) -> Tensor:
 def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> dict[str, Any]:
     """By name, values that must be equal on all ranks of a microbatch.
 
-    Later ones depend on earlier ones, so that the first that differs is the cause.
+    Each depends on those before it, so that the first that differs is the cause.
     """
     return {
         "shapes of masks": shape.mask,
@@ -449,13 +450,13 @@ def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape
     }
 
 
-def _are_alike(x: Tensor) -> bool:
+def _are_equal(x: Tensor) -> bool:
     """Whether all numbers are equal."""
     flat = x.reshape(-1)
     return not flat.numel() or bool((flat == flat[0]).all())
 
 
 def _are_positions(x: Tensor) -> bool:
-    """Whether each row is 0, 1, 2 and so on, which a script may make itself whatever its split."""
+    """Whether each row is 0, 1, 2 and so on: a script may make these itself under any split."""
     row = x if x.dim() else x.reshape(1)
     return bool((row == torch.arange(row.shape[-1], device=x.device)).all())

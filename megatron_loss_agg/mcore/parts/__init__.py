@@ -1,1 +1,1 @@
-"""Extensions of the package, and ids through packing schedulers, on public names."""
+"""The package's extensions, and the ids of samples in Megatron's packing schedulers."""

@@ -7,8 +7,8 @@ With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
 - ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
   part of the loss; the parts of all data sets add up to it.
 
-Both divisors, ``M_d`` and ``sum_{t in d} w_t``, are of the whole step and known before it, so each
-rank reports its part of a quotient by `report_pair`.
+For the mean over tokens the weights are the mask. The divisors are sums over the whole step, and
+counted before it, so each rank reports its part of a quotient by `report_pair`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import changed_terms
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
-from megatron_loss_agg.mcore.reports import MicrobatchLoss, denominator_of, report_pair
+from megatron_loss_agg.mcore.reports import MicrobatchLoss, report_denominator, report_pair
 from megatron_loss_agg.mcore.split import sums_of_samples
-from megatron_loss_agg.microbatch import Microbatch, MicrobatchOfTerms, term_microbatches
+from megatron_loss_agg.microbatch import Microbatch, TermMicrobatches, term_microbatches
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
 NO_DATASET = -1
-"""The id of samples of an evaluation that reads one data set, without ids."""
+"""The id of all samples in an evaluation without ids: it reads one data set."""
 
 _ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Fix its error first."
 Divisors = Mapping[str, Mapping[int, float]]
@@ -49,11 +49,11 @@ class DatasetReports(Extension):
 
     Exact for each training step and each call of an evaluation. Over the calls of an evaluation
     Megatron adds up pairs, so that a data set's mean is over its tokens, samples or groups of all
-    calls. Under ``--sft`` Megatron averages quotients: there each call with tokens of the data set
-    weighs the same, however many it has, as it does for every loss that Megatron reports.
+    calls. Under ``--sft`` Megatron averages quotients, as for every loss that it reports: there each
+    call with tokens of the data set has the same weight, whatever their number.
 
     Args:
-        log_interval: over how many steps Megatron's log averages.
+        log_interval: number of steps over which Megatron's log averages.
 
     Raises:
         DataError: in a training step: a microbatch without ids of data sets. In an evaluation there
@@ -62,8 +62,8 @@ class DatasetReports(Extension):
 
     def __init__(self, log_interval: int = 1) -> None:
         self._log_interval = log_interval
-        self._step = -1  # of training
-        self._first_step: dict[int, int] = {}  # by data set: the training step that had it first
+        self._step = -1  # number of the training step
+        self._first_step: dict[int, int] = {}  # by data set: its first training step
         # By `Call.trains`: an evaluation may come between the calls of a step.
         self._divisors: dict[bool, Divisors] = {}
 
@@ -95,15 +95,16 @@ class DatasetReports(Extension):
     def _report(
         self, microbatch: MicrobatchLoss, label: str, name: str, weights: Tensor, is_mean: bool
     ) -> None:
-        """Report ``sum w_t loss_t`` over the tokens of each data set; of a mean, by its divisor."""
+        """Report ``sum w_t loss_t`` over the tokens of each data set; for a mean, over its divisor."""
         call, plan = microbatch.call, microbatch.plans[name]
         divisors = self._divisors[call.trains]
-        denominator = 1.0 if label == "lm" else denominator_of(plan)
+        denominator = 1.0 if label == "lm" else report_denominator(plan)
         ids = sorted(self._first_step) if call.trains else _datasets(divisors)
         for d, part in _sums_on_rank(microbatch, ids, name, weights).items():
             divisor = divisors[label].get(d, 0.0) if is_mean else 1.0
             if divisor == 0 and not call.trains:
-                pair = part.new_zeros(2)  # NaN, if no other call of the evaluation has its tokens
+                # 0 / 0 is NaN unless another call of the evaluation has tokens of the data set.
+                pair = part.new_zeros(2)
             elif divisor == 0 or (is_mean and self._is_new(call, d)):
                 pair = part.new_full((2,), math.nan)
             else:
@@ -137,7 +138,7 @@ def _sums_on_rank(
     products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
     sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.samples[name].starts)
     id_D, id_S = torch.tensor(ids), plan.ids("dataset", i)
-    # Data sets that have no token in the step are not among the ids.
+    # Samples of data sets without a token in the step are added up behind the others.
     index_S = torch.searchsorted(id_D, id_S).where(torch.isin(id_S, id_D), len(ids))
     sum_D = sums_S.new_zeros(len(ids) + 1)
     sum_D.index_add_(0, moved(index_S, sum_D.device), sums_S)
@@ -154,7 +155,7 @@ def _check_ids(plans: Mapping[str, StepPlan] | None) -> None:
 
 
 def _divisors_of_step(call: Call, plans: Mapping[str, StepPlan] | None) -> Divisors:
-    """On every tensor-parallel rank; empty where a microbatch has no ids, or there is no loss."""
+    """The step's divisors, on every tensor-parallel rank; empty without ids or without a loss."""
     if plans is None or any("dataset" not in plan.ids_S for plan in plans.values()):
         return {}
 
@@ -183,12 +184,12 @@ def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:
 
 
 def with_dataset_ids(
-    terms: Mapping[str, Term], microbatches: list[MicrobatchOfTerms]
-) -> list[MicrobatchOfTerms]:
+    terms: Mapping[str, Term], microbatches: list[TermMicrobatches]
+) -> list[TermMicrobatches]:
     """The microbatches of an evaluation, with ids of data sets if ``terms`` group by them.
 
-    Theirs, or `NO_DATASET` for all samples if none has any: validation sets are often read one by
-    one, and then lack ids.
+    If none has ids, all samples get `NO_DATASET`: validation sets are often read one by one, and then
+    lack ids.
     """
     if "dataset" not in units_by_id(terms):
         return microbatches

@@ -1,7 +1,7 @@
-"""Reports of the loss under further modes beside the trained one, and of the weights themselves.
+"""Reports of the loss under further modes beside the trained one, and of the weights of samples.
 
-Each has coefficients of its own, from the same counts of the step, and costs one more weighted sum
-of the same losses, without a gradient.
+A further mode has its own coefficients, from the same counts of the step. It costs one more weighted
+sum of the same losses, without a gradient.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _ANOTHER_RANK_FAILED = (
     "first."
 )
 _SAME = 1e-12
-"""Relative difference of coefficients up to which two modes weigh all samples alike."""
+"""Relative difference of coefficients up to which two modes count as equal."""
 
 
 class ModeReports(Extension):
     """Adds the loss of the first term under further modes, such as ``sample_mean loss``.
 
-    A term with a name of its own is named before the mode: ``policy sample_mean loss``. Each number is
-    that of a run in its mode, over one training step or the calls of an evaluation. An evaluation
-    whose batches lack the ids that a mode needs has no report of it.
+    If the term is not named by its mode, its name comes first: ``policy sample_mean loss``. Each
+    number is that of a run in its mode, over one training step or the calls of an evaluation. If the
+    batches of an evaluation lack the ids that a mode needs, it has no report of that mode.
 
     Args:
-        aggregations: as of `also_aggregations`.
+        aggregations: as in `also_aggregations`.
 
     Raises:
         DataError: in a training step: a microbatch without ids that a mode needs.
@@ -79,7 +79,7 @@ class ModeReports(Extension):
         yield
 
     def _reported_plans(self, call: Call, plan: StepPlan) -> list[StepPlan]:
-        """The plan of the step in every mode that is reported, on every tensor-parallel rank."""
+        """The plan of the step in every reported mode, on every tensor-parallel rank."""
         reported = [agg for agg in self._aggregations if _has_ids(plan, agg)]
         if call.trains and len(reported) < len(self._aggregations):
             raise _missing_ids(plan, self._aggregations)
@@ -95,7 +95,7 @@ class ModeReports(Extension):
         prefix = "" if name == first.aggregation.label else f"{name} "
         pairs = zip(self._plans[call.trains], self._samples[call.trains], strict=True)
         for plan, samples in pairs:
-            weights = weights_on_rank(samples.of(i, term), term)
+            weights = weights_on_rank(samples.in_microbatch(i, term), term)
             part = weighted_sum_unchecked(weights, term.losses)
             pair = aggregated_pair(call, plan, part)
             microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
@@ -105,7 +105,7 @@ class ModeReports(Extension):
         plan = plan_of_first_term(plans)
         lines = {"also": ", ".join(x.label for x in self._aggregations)}
         modes = [plan.aggregation, *(x for x in self._aggregations if _has_ids(plan, x))]
-        assert plan.samples is not None  # of the rank that prints
+        assert plan.samples is not None  # since the rank that prints reads data
         equal = [] if plan.is_empty else equal_modes(modes, plan.samples)
         return {**lines, "equal": "; ".join(equal)} if equal else lines
 
@@ -116,12 +116,12 @@ def also_aggregations(
     """The aggregations of ``LossHook(also=)``.
 
     Args:
-        also: modes, presets or aggregations. What they do not say of samples that are rejected or
-            have weights, their own or those of data sets, is as in the first term.
+        also: modes, presets or aggregations. Their options for rejected samples and for weights of
+            samples or data sets are those of the first term unless they are set.
 
     Raises:
-        OptionError: not a sequence of modes with names of their own, or one that groups by ids that
-            are not read.
+        OptionError: not a sequence of modes with different names, or one that groups by ids that are
+            not read.
     """
     if isinstance(also, (str, LossAggregation)) or not isinstance(also, Sequence):
         raise OptionError(
@@ -181,7 +181,7 @@ def replanned(
 
     def replan() -> list[tuple[Tensor, StepCounts]]:
         """The coefficients of this rank's samples, and the counts of the step."""
-        assert plan.samples is not None  # of a rank that reads data
+        assert plan.samples is not None  # since this rank reads data
         results = []
         for agg in aggregations:
             check_fields(agg, plan.microbatches)
@@ -198,7 +198,7 @@ def replanned(
 
 
 def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]:
-    """Sentences on modes that weigh all samples as an earlier one does."""
+    """A sentence for each mode that gives all samples the weights of an earlier one."""
     mode_coefficients = [coefficients(agg, samples)[0] for agg in modes]
     sentences = []
     for i, agg in enumerate(modes):
@@ -210,7 +210,7 @@ def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]
 
 
 class Unevenness(NamedTuple):
-    """The unevenness of samples' weights, ``W_s = c_s * M_s``."""
+    """How unevenly samples weigh, by their weights ``W_s = c_s * M_s``."""
 
     effective_samples: float
     """``(sum W)^2 / sum W^2``, the effective sample size."""
@@ -219,7 +219,7 @@ class Unevenness(NamedTuple):
 
     @classmethod
     def of(cls, mask_sum_S: Tensor, coefficient_S: Tensor) -> Unevenness:
-        """Counts samples with a weight alone; 0 and 0 without any.
+        """Samples without a weight do not count; 0 and 0 if there are no others.
 
         Samples of equal length at the boundary of the longest tenth are split evenly.
         """
@@ -241,11 +241,11 @@ class Unevenness(NamedTuple):
 
 
 class WeightReports(Extension):
-    """Adds ``effective samples`` and ``weight of longest tenth``, of each training step.
+    """Adds ``effective samples`` and ``weight of longest tenth`` to the reports of training steps.
 
         hook = LossHook(LossAggregation(mode="token_mean"), extensions=[WeightReports()])
 
-    Both are of the whole step, and of the first term of several; see `Unevenness`.
+    Both are numbers of the whole step, under the first term's aggregation; see `Unevenness`.
     """
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class WeightReports(Extension):
 
 
 def _unevenness(plan: StepPlan) -> Unevenness:
-    """Of the samples of all ranks, on a rank that reads them."""
+    """The unevenness over the samples of all ranks; for ranks that read data."""
     assert plan.samples is not None
     coefficient_S, _ = coefficients(plan.aggregation, plan.samples)
     return Unevenness.of(plan.samples.mask_sum, coefficient_S)

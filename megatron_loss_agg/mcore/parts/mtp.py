@@ -1,17 +1,16 @@
-"""Losses of multi-token prediction (MTP), aggregated like the main loss, or in a mode of their own.
+"""Losses of multi-token prediction (MTP), aggregated as the main loss is, or in another mode.
 
-At depth ``d``, position ``t`` predicts the target of position ``t + d``. Its loss gets the weight
-that this target has in the main loss, or would have there in that mode, so that the loss of a step
-is extended by
+At depth ``d``, position ``t`` predicts the target of position ``t + d``. Its loss gets the weight of
+this target in the main loss, or under the other mode. The loss of a step gets the further term
 
     f / D * sum_d sum_t w_t^(d) * l_t^(d)
 
     w_t^(d) = w_{t+d} = m_{t+d} * c_[sample of t] if t + d is in the sequence of t, else 0
 
-where a sequence is a row, or one of a pack; ``f`` is Megatron's scaling factor, and ``D`` its number
+A sequence is a row, or one sample of a pack; ``f`` is Megatron's scaling factor, and ``D`` its number
 of MTP layers. Megatron computes these losses in the model's forward pass, and attaches them to the
-graph with one scale for all tokens of a microbatch. Here they are withheld from it, and added to the
-loss of the same microbatch.
+graph with one scale for all tokens of a microbatch. Here they are withheld from Megatron, and added
+to the loss of the same microbatch.
 
 Suffix: ``_T`` this rank's tokens of a microbatch.
 """
@@ -35,7 +34,7 @@ from megatron_loss_agg.mcore.checks.before import check_schedule
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.parts.modes import replanned
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, report_pair
-from megatron_loss_agg.mcore.split import layout_of, local_starts
+from megatron_loss_agg.mcore.split import local_starts, rank_layout
 from megatron_loss_agg.microbatch import brought_to_cpu
 from megatron_loss_agg.plan import StepPlan
 from megatron_loss_agg.tensors import at_least_fp32, moved
@@ -54,11 +53,12 @@ class MTPAggregation(Extension):
         hook = LossHook(LossAggregation(mode="prompt_mean"), extensions=[MTPAggregation()])
 
     Reports get ``"mtp_1 <first term> loss"`` and so on: the weighted sum of each depth, without
-    ``f / D``. ``"loss"``, of a hook of several terms, includes MTP's part.
+    ``f / D``. With several terms, ``"loss"`` includes MTP's part.
 
     Args:
-        aggregation: of MTP's losses, if not that of the first term, whose samples and multiplier
-            they keep. The reports have its label in place of the first term's name.
+        aggregation: that of MTP's losses; None: the first term's. Samples and the multiplier are
+            those of the first term in either case. The reports have the aggregation's label in place
+            of the term's name.
 
     Raises:
         HostError: in a call: a model without MTP layers, or one that shifts other masks.
@@ -70,10 +70,9 @@ class MTPAggregation(Extension):
         self.aggregation = aggregation
         self._has_planned = False
         self._label = ""
-        self._plan: StepPlan | None = (
-            None  # MTP's of the running step; None on stages without a loss
-        )
-        self._masks: dict[int, list[Tensor]] = {}  # by microbatch of the running call, see `_masks`
+        # MTP's plan of the running step; None on pipeline stages without a loss.
+        self._plan: StepPlan | None = None
+        self._masks: dict[int, list[Tensor]] = {}  # of the running call, see `_masks_on_rank`
         self._losses = MTPLosses(0)
 
     @contextmanager
@@ -101,7 +100,7 @@ class MTPAggregation(Extension):
         losses.check_masks()
 
     def _replanned(self, call: Call, aggregation: LossAggregation) -> StepPlan | None:
-        """The plan of the step in a mode of MTP's own."""
+        """The plan of the step in MTP's mode."""
         groups, plan = call.groups, self._plan
         model_groups = [groups.count_group, groups.split_group, groups.pp]
         with failing_together(model_groups, _ANOTHER_RANK_FAILED, when=not self._has_planned):
@@ -128,7 +127,7 @@ class MTPAggregation(Extension):
 
 
 def number_of_depths(config: Any) -> int:
-    """The model's MTP layers; HostError if it does not train them."""
+    """The number of the model's MTP layers; HostError if it does not train any."""
     depths = getattr(config, "mtp_num_layers", None)
     factor = getattr(config, "mtp_loss_scaling_factor", None)
     if not depths or not factor:
@@ -143,10 +142,9 @@ def number_of_depths(config: Any) -> int:
 class MTPLosses:
     """MTP's losses of one step, withheld from Megatron; for loops that weigh them themselves.
 
-    Megatron's ``compute_language_model_loss`` makes MTP's losses, and with labels the main one. It
-    gets leaves of the same values in place of MTP's. The gradients of these leaves are proportional
-    to Megatron's own shifted masks, so they show whether Megatron shifts labels as the weights are
-    shifted.
+    Megatron's ``compute_language_model_loss`` makes MTP's losses, and with labels the main one. In
+    place of MTP's losses Megatron goes on with leaves of the same values. Their gradients are
+    proportional to its shifted masks: they show whether it shifts labels as the weights are shifted.
 
         losses = MTPLosses(config.mtp_num_layers)
         with losses.kept(model):  # in the forward step
@@ -158,8 +156,8 @@ class MTPLosses:
     def __init__(self, depths: int) -> None:
         self._depths = depths
         self._losses: list[Tensor] = []  # of this microbatch
-        self._leaves: list[Tensor] = []
-        self._expected = 0  # comparisons
+        self._leaves: list[Tensor] = []  # in their place
+        self._num_expected = 0  # comparisons
         self._differences: list[Tensor] = []  # bool, of every microbatch and depth
 
     @contextmanager
@@ -168,12 +166,12 @@ class MTPLosses:
         with ExitStack() as stack:
             for module in model.modules():
                 if hasattr(module, _METHOD):
-                    kept = functools.partial(self._keep, getattr(module, _METHOD))
-                    stack.enter_context(replaced(module, _METHOD, kept))
+                    withholding = functools.partial(self._withhold, getattr(module, _METHOD))
+                    stack.enter_context(replaced(module, _METHOD, withholding))
             yield
 
-    def _keep(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The main loss, or a leaf in place of a loss of MTP."""
+    def _withhold(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The main loss, or a leaf in place of MTP's loss."""
         losses = compute(*args, **kwargs)
         if not torch.is_grad_enabled():
             return losses
@@ -187,11 +185,11 @@ class MTPLosses:
         """The losses of this microbatch by depth, [T] each.
 
         Args:
-            masks: [T] of this rank, by depth from 0 on: the loss mask of the targets.
+            masks: [T] each, this rank's, by depth from 0 on: the loss mask of the targets.
 
         Raises:
             HostError: the model has not computed a loss of each depth and token.
-            DataError: not as many masks as depths and one more, of as many tokens each.
+            DataError: not one mask for each depth from 0 on, or of different numbers of tokens.
         """
         tokens = [mask.numel() for mask in masks]
         if len(tokens) != self._depths + 1 or len({*tokens}) > 1:
@@ -202,7 +200,7 @@ class MTPLosses:
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
         sizes = [x.numel() for x in losses]
-        # Some models compute the main loss in another way.
+        # With the main loss, unless the model computes that in another way.
         if sizes not in (tokens[1:], tokens):
             raise HostError(
                 f"the model must compute {self._depths} losses of MTP and the main one by {_METHOD}, of "
@@ -213,14 +211,14 @@ class MTPLosses:
         for leaf, mask_T in zip(leaves, masks[1:], strict=True):
             planned_T = mask_T.reshape(-1) != 0
             leaf.register_hook(functools.partial(self._compare, has_tokens, planned_T))
-        self._expected += self._depths
+        self._num_expected += self._depths
         return [x.reshape(-1) for x in losses[: self._depths]]
 
     def _compare(self, has_tokens: Tensor, planned_T: Tensor, gradient: Tensor) -> None:
-        """Compare Megatron's mask, of which ``gradient`` is a multiple, with the planned one.
+        """Compare Megatron's mask with the planned one; ``gradient`` is a multiple of the former.
 
-        NaN is a mask of 0 times a division by 0. Under calculate_per_token_loss the multiple is
-        this rank's number of tokens before the shift, which may be 0.
+        NaN comes from 0 / 0 at masked tokens. Under calculate_per_token_loss the multiple is this
+        rank's number of tokens before the shift; if that is 0, the gradient shows nothing.
         """
         active_T = ((gradient != 0) & ~gradient.isnan()).reshape(-1)
         self._differences.append((active_T != planned_T).any() & (has_tokens | active_T.any()))
@@ -231,7 +229,7 @@ class MTPLosses:
         Waits for the device.
         """
         differs = torch.stack(self._differences).tolist() if self._differences else []
-        if len(differs) != self._expected or any(differs):
+        if len(differs) != self._num_expected or any(differs):
             raise HostError(
                 "the model must shift the batch's loss mask by each depth of MTP, inside each sequence, "
                 "got another mask. Call it with this rank's labels= and loss_mask= (without labels: the "
@@ -260,14 +258,14 @@ def _masks_on_rank(call: Call, plan: StepPlan, depths: int) -> dict[int, list[Te
         )
 
     def whole_masks() -> list[Tensor]:
-        """Those of the plan, which tensor-parallel rank 0 has."""
+        """The masks of the plan's microbatches; for tensor-parallel rank 0, which has them."""
         microbatches = brought_to_cpu([plan.microbatches[i] for i in indices])
         return [m.loss_mask for m in microbatches]
 
-    masks = {}  # copies: the forward steps may write into the batch's own
+    masks = {}  # copies, since the forward steps may write into those of the batch
     for i, mask in zip(indices, broadcast_result(whole_masks, call.groups.tp), strict=True):
         shape, groups = plan.shapes[i], call.groups
-        layout = layout_of(shape, call.split, groups.cp_size, groups.cp_rank)
+        layout = rank_layout(shape, call.split, groups.cp_size, groups.cp_rank)
         masks[i] = [layout.shard(shifted(mask, shape.starts, d)) for d in range(depths + 1)]
     return masks
 

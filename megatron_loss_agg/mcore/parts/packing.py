@@ -1,9 +1,9 @@
-"""Ids of samples through Megatron's packing schedulers, which drop unknown keys.
+"""Ids of samples in packs of Megatron's packing schedulers.
 
 A scheduler (``--sequence-packing-scheduler``) draws the samples of a step, numbers them over all
-data-parallel ranks, deals the numbers to microbatches, and joins the samples of each to a pack of
-tokens, labels and mask. Here the ids of all samples are gathered when it has drawn them, and put
-beside the packs under the same numbers.
+data-parallel ranks, deals the numbers to microbatches, and joins the samples of each to a pack. It
+packs tokens, labels and masks, and drops all other keys. Here the ids of all samples are gathered
+when it draws them, and added to the packs by the same numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NUMBERS = "sample_id_groups"
 
 
 def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``wrap_data_iterator``, whose packs keep the ids of their samples.
+    """Megatron's ``wrap_data_iterator`` with the ids of samples in its packs.
 
         iterator, number, *_ = with_ids(wrap_data_iterator)(iterator, config, number)
 
     Beside Megatron's keys, the data set's items have ``prompt_ids``, ``rollout_ids``, ``rejected``,
     ``sample_weights`` or ids of other units, the same keys in all items: one value for each sample
-    of the item. Packs then have those of their samples. From ``dataset_id``, with which Megatron's
-    blends mark an item, packs get ``dataset_ids``.
+    of the item. Packs then have the values of their samples. Megatron's blends add ``dataset_id`` to
+    an item: from it packs get ``dataset_ids``.
 
     Raises:
         HostError: when called: this Megatron packs in another way.
@@ -52,9 +52,8 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
                 f"Megatron's data_schedule must have {_DRAW} and {_PACK}(samples, {_NUMBERS}, ...) for "
                 "ids in packs, got others. Drop with_ids, and choose a mode without ids."
             )
-        ids: dict[
-            str, Tensor
-        ] = {}  # by key: for the samples of all ranks, in the scheduler's order
+        # By key: values for the samples of all ranks, in the scheduler's order.
+        ids: dict[str, Tensor] = {}
 
         def draw_with_ids(iterator: Iterator[Any], number: int, dp_group: Any) -> Any:
             items = [next(iterator) for _ in range(number)]
@@ -86,7 +85,7 @@ def _sample_ids(items: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def _ids_in(fields: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By key, the values of one sample, or of those samples of a pack that have tokens."""
+    """By key, the values of one sample; or of a pack's samples, without those that have no tokens."""
     has_tokens = torch.tensor([True])
     if "padded_seq_len" not in fields:
         has_tokens = fields["cu_seqlens"].reshape(-1).diff().cpu() > 0
