@@ -582,7 +582,7 @@ def gather_later(expected: Expected) -> None:
     model = build({}, "dynamic_context_parallel")
     ((mode, _, gradient, *_),) = expected
     hook = LossHook(aggregation(mode))
-    gpt.run_step(hook, model, dynamic_packs(ALONE), forward_step_func=packed_step, **PACKED)
+    gpt.run_step(hook, model, dynamic_packs(ALONE), **PACKED)
     options = {**PACKED, "num_microbatches": 1, "forward_step_func": gathering_step}
     gpt.run_step(hook, model, dynamic_packs(PAIR), **options)
     assert gradients.error(model, gradient) < EXACT
