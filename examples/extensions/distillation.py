@@ -2,10 +2,10 @@
 
 In a launch, from the root of this repository:
 
-    PYTHONPATH=$PWD torchrun ... -m megatron_loss_agg pretrain_gpt.py ... --bf16 \
+    PYTHONPATH=$PWD/examples/extensions torchrun ... -m megatron_loss_agg pretrain_gpt.py ... --bf16 \
         --logits-load-dir LOGITS --logits-load-kd-loss-alpha 0.5 \
         --loss-aggregation MODE \
-        --loss-aggregation-extension examples.extensions.distillation:Distillation
+        --loss-aggregation-extension distillation:Distillation
 
 In a loop whose forward step returns Megatron's distillation loss function:
 

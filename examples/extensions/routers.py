@@ -2,9 +2,9 @@
 
 In a launch, from the root of this repository:
 
-    PYTHONPATH=$PWD torchrun ... -m megatron_loss_agg pretrain_gpt.py ... --num-experts 8 \
-        --loss-aggregation MODE \
-        --loss-aggregation-extension examples.extensions.routers:RouterLosses
+    PYTHONPATH=$PWD/examples/extensions torchrun ... -m megatron_loss_agg pretrain_gpt.py ... \
+        --num-experts 8 --loss-aggregation MODE \
+        --loss-aggregation-extension routers:RouterLosses
 
 In a loop:
 

@@ -153,8 +153,8 @@ _REMOVED = {
     ),
     "moe": (
         "the losses of routers are an example of an extension",
-        f"Write {FLAG}-extension examples.extensions.routers:RouterLosses, with the repository of "
-        "megatron_loss_agg on PYTHONPATH",
+        f"Write {FLAG}-extension routers:RouterLosses, with examples/extensions of the repository on "
+        "PYTHONPATH",
     ),
 }
 """Flags of earlier versions: the reason of their removal, and the remedy."""

@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from distillation import Distillation
 from packaging.version import Version
 from torch import Tensor
 
-from examples.extensions.distillation import Distillation
 from megatron_loss_agg.launch.flags import add_arguments
 from megatron_loss_agg.launch.install import hook_from_args
 from megatron_loss_agg.mcore import LossHook, TokenLoss
@@ -34,7 +34,7 @@ from tests.host.steps import Places, Sequence, Weights, aggregation, batches, we
 PLACES: dict[int, Places] = {1: (((0, 1), (5, 2, 3)),), 2: (((0, 5), (3,)), ((1,), (2, 4)))}
 MODE = "sample_mean"
 OURS = ("--loss-aggregation", MODE, "--loss-aggregation-evaluation", "same")
-EXTENSION = ("--loss-aggregation-extension", "examples.extensions.distillation:Distillation")
+EXTENSION = ("--loss-aggregation-extension", "distillation:Distillation")
 TOP_K, ALPHA = 5, 0.3
 GUIDE = (Path(__file__).parents[2] / "docs/losses.md").read_text().partition("## Distillation")[2]
 

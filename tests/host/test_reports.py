@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from routers import RouterLosses
 from torch import Tensor
 
-from examples.extensions.routers import RouterLosses
 from megatron_loss_agg.mcore import DatasetReports
 from tests import oracle
 from tests.host import gpt

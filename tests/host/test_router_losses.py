@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from routers import RouterLosses
 from torch import Tensor
 
-from examples.extensions.routers import RouterLosses
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import read_batch
 from tests.host import gpt, pipeline_parallel

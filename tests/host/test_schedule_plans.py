@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from routers import RouterLosses
 
-from examples.extensions.routers import RouterLosses
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import LossHook
 from tests.host import gpt, gradients

@@ -50,7 +50,7 @@ BAD_STARTS = {
     ),
     "SCRIPT @ sum @-moe whole": (
         "OptionError: @-moe was removed: the losses of routers are an example of an extension. Write "
-        "@-extension examples.extensions.routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
+        "@-extension routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
     ),
     "@ sum @-factors key | SCRIPT": (
         "OptionError: @-factors was removed: a factor of each token belongs into the losses of a "
@@ -160,7 +160,7 @@ DOCTOR = {
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
     f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @-m",
     "@ token_mean @-moe whole": "FAIL: OptionError: @-moe was removed: the losses of routers",
-    "@ token_mean @-extension examples.extensions.routers:RouterLosses": "OK: token_mean; w_t =",
+    "@ token_mean @-extension routers:RouterLosses": "OK: token_mean; w_t =",
     "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel needs",
 }
 

@@ -218,7 +218,7 @@ def train_several_models() -> None:
     uninstall()
 
     # An extension takes its share of the loss from Megatron's flags; this loss function has none.
-    extension = "examples.extensions.distillation:Distillation"
+    extension = "distillation:Distillation"
     uninstall = installed("--loss-aggregation-extension", extension)
     teacher = {"logits_load_dir": "logits", "logits_load_kd_loss_alpha": 0.5}
     with mock.patch.object(global_vars, "_GLOBAL_ARGS", argparse.Namespace(**teacher)):

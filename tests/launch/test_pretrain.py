@@ -184,7 +184,7 @@ EXPERTS = """
 
 def test_an_extension_by_flag_changes_what_the_script_trains(tmp_path: Path) -> None:
     """The example for losses of routers, beside one that doubles the loss."""
-    extensions = "examples.extensions.routers:RouterLosses", "tests.launch.my_extensions:Doubled"
+    extensions = "routers:RouterLosses", "tests.launch.my_extensions:Doubled"
     flags = (*EXPERTS.split(), *MODE, "--loss-aggregation-extension", *extensions)
     codes, log = run(tmp_path, SCRIPT, *SHORT, *flags, ranks=2)
     assert (codes, refusals(log)) == ([0, 0], []), log[-3000:]
