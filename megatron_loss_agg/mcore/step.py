@@ -295,8 +295,7 @@ class Step:
     def _draw(self, call: Call, number: int) -> list[TermMicrobatches]:
         """The microbatches of the batches that the call's forward steps will take."""
         microbatches: list[TermMicrobatches] = []
-        if self.is_first:
-            tensors = DrawnTensors()
+        tensors = DrawnTensors() if self.is_first else None
         # Under hybrid context parallelism one item holds the samples of the whole step.
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
@@ -309,10 +308,10 @@ class Step:
                 if self.tokens is not None:
                     # Copied before the next batch is drawn, perhaps into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
-                if self.is_first:
+                if tensors is not None:
                     tensors.note(microbatch)
                 microbatches.append(microbatch)
-        if self.is_first:
+        if tensors is not None:
             tensors.check_unchanged()
         return microbatches
 
