@@ -416,6 +416,39 @@ def _in_words(terms: tuple[tuple[str, Term], ...], _labels: tuple[str, ...]) -> 
     return TermsInWords(words, hashed(words))
 
 
+def recounted(
+    plan: StepPlan,
+    i: int,
+    units: Sequence[Unit],
+    mask_sum_S: Tensor,
+    active_tokens: int,
+    rejected: Tensor | None,
+) -> StepPlan:
+    """The plan of microbatch ``i`` alone, with masks that its loss has decided.
+
+    Args:
+        plan: of a step that this rank has counted alone, with its microbatches.
+        units: the ids to read, see `aggregation.units_read`.
+        mask_sum_S: ``M_s``, fp64 [samples], on the CPU.
+        active_tokens: positions with a nonzero mask.
+        rejected: samples that are rejected beside those that were read.
+
+    Raises:
+        DataError: rejected samples, and the aggregation does not say whether they count.
+    """
+    microbatch = plan.microbatches[i]
+    if rejected is not None:
+        before = microbatch.rejected
+        rejected = rejected.bool().cpu() if before is None else before.cpu() | rejected.bool().cpu()
+        microbatch = replace(microbatch, rejected=rejected)
+        check_fields(plan.aggregation, [microbatch])
+    table = RankTable([microbatch], units)
+    table.samples = replace(
+        table.samples, mask_sum=mask_sum_S, active_tokens=torch.tensor([active_tokens])
+    )
+    return _plan_term(plan.aggregation, StepTable.from_one_rank(table))
+
+
 def broadcast_plans(
     plans: Mapping[str, StepPlan] | None, terms: Mapping[str, Term], group: dist.ProcessGroup
 ) -> Mapping[str, StepPlan]:

@@ -97,6 +97,48 @@ class DrawnBatches:
         )
 
 
+class BatchReader:
+    """Reads each batch of ``source`` when a forward step draws it."""
+
+    def __init__(self, source: Any, read_batch: ReadBatch) -> None:
+        self._source = source
+        self._read_batch = read_batch
+        self._microbatches: list[TermMicrobatches | Exception] = []
+        self.note_batch: Callable[[int, TermMicrobatches, Any], None] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        try:
+            microbatch = self._read_batch(batch)
+            if self.note_batch is not None:
+                self.note_batch(0, microbatch, batch)
+            self._microbatches.append(microbatch)
+        except Exception as error:
+            # Raised by `taken`: before that, other tensor-parallel ranks wait for this batch.
+            self._microbatches.append(error)
+        return batch
+
+    def taken(self) -> TermMicrobatches:
+        """The microbatch of the batch that a forward step has drawn.
+
+        Raises:
+            DataError: it has drawn none, or several; or as ``read_batch`` raises.
+        """
+        microbatches, self._microbatches = self._microbatches, []
+        if len(microbatches) != 1:
+            raise DataError(
+                f"a forward step must draw one batch, got {len(microbatches)}. Call "
+                "next(data_iterator) once, or count the step before (without "
+                "--loss-aggregation-count end)."
+            )
+        if isinstance(microbatches[0], Exception):
+            raise microbatches[0]
+        return microbatches[0]
+
+
 def is_by_sample(key: str) -> bool:
     """Whether a batch key may have a value for each sample."""
     return key in BY_SAMPLE or (key.endswith("_ids") and key not in _TOKEN_IDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class ProcessGroups:
     pp: dist.ProcessGroup
     is_last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
     dp_cp: dist.ProcessGroup | None = None  # None without dynamic context parallelism
+    counts_alone: bool = False  # the ranks of one model replica count their microbatches alone
 
     @classmethod
     def of(cls, pg_collection: Any = None, is_dynamic: bool = False) -> ProcessGroups:
@@ -71,9 +72,25 @@ class ProcessGroups:
         return self.is_last_stage and dist.get_rank(self.tp) == 0
 
     @property
-    def count_group(self) -> dist.ProcessGroup:
-        """The ranks that count the step together, since they have different microbatches."""
-        return self.dp if self.dp_cp is None else self.dp_cp
+    def count_group(self) -> dist.ProcessGroup | None:
+        """The ranks that count together, since they have different microbatches; None: each alone."""
+        if self.dp_cp is not None:
+            return self.dp_cp
+        return None if self.counts_alone else self.dp
+
+    @property
+    def spreading_errors(self) -> list[dist.ProcessGroup]:
+        """Along these, in order, an error of one rank of the last stage reaches all that count.
+
+        First those of its stage, then the other stages, then the other replicas.
+        """
+        replica = [self.tp, self.cp, self.pp]
+        return replica if self.count_group is None else [*replica, self.dp]
+
+    @functools.cached_property
+    def num_counted_ranks(self) -> int:
+        """Data- and context-parallel ranks with microbatches that are counted together."""
+        return self.cp_size * (1 if self.count_group is None else dist.get_world_size(self.dp))
 
     @property
     def split_group(self) -> dist.ProcessGroup:
@@ -186,21 +203,27 @@ class Call:
         changed = {"forward_step_func": forward_step, "data_iterator": data_iterator}
         return {**self.arguments, **changed}
 
-    @contextlib.contextmanager
-    def without_reduction(self) -> Iterator[None]:
-        """Keep Megatron from reducing and scaling gradients, as only a step's last call may.
 
-        Gradients that were reduced already would be reduced again with those of the next call.
-        """
-        names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func")
-        with contextlib.ExitStack() as stack:
-            # The schedule enters ``no_sync_func`` until its last microbatch; this is entered for all.
-            for chunk in self.chunks:
-                if hasattr(chunk, "no_sync"):
-                    stack.enter_context(chunk.no_sync())
-            for name in names:
-                stack.enter_context(replaced(self.config, name, None))
-            yield
+@contextlib.contextmanager
+def without_reduction(chunks: Iterable[Any], config: Any) -> Iterator[None]:
+    """Keep a schedule from reducing and scaling the gradients of ``chunks``.
+
+    Gradients that were reduced already would be reduced again with those of the step's next call.
+    """
+    with contextlib.ExitStack() as stack:
+        # The schedule enters ``no_sync_func`` until its last microbatch; this is entered for all.
+        for chunk in chunks:
+            if hasattr(chunk, "no_sync"):
+                stack.enter_context(chunk.no_sync())
+        for name in ("no_sync_func", "grad_sync_func"):
+            stack.enter_context(replaced(config, name, None))
+        # Not None, since the schedule then leaves out deferred gradients of the output layer, too.
+        stack.enter_context(replaced(config, "finalize_model_grads_func", _do_nothing))
+        yield
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of Megatron's finalization of gradients."""
 
 
 def innermost(model: Any) -> Any:

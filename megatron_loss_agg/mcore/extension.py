@@ -15,7 +15,12 @@ class Extension:
 
     An extension may add to the loss and to the reports, change Megatron's configuration while a call
     runs, and raise.
+    Attributes:
+        counts_at_end: True if it also works in a step that is counted at its end, where plans are those
+            of one part of the step on this rank, and no other rank takes part in them.
     """
+
+    counts_at_end = False
 
     @contextlib.contextmanager
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:

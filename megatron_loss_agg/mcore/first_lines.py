@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron_loss_agg.collectives import ranks_of
 from megatron_loss_agg.describe import (
     counts_in_words,
     formula,
@@ -48,6 +49,21 @@ def print_first_lines(
         factor = hook.verified.factor
         print(first_lines(call, plans, without_tokens, split, factor, rows), flush=True)
         warn_of_restarting_ids(plans)
+
+
+def print_first_lines_of_stream(hook: LossHook, call: Call, denominator: float) -> None:
+    """Print once, for a step with tokens that was counted at its end."""
+    if not is_printing_rank(call):
+        return
+    formulas = {name: formula(term.aggregation) for name, term in call.terms.items()}
+    title, rows = title_and_weights(call.terms, formulas)
+    rows.append(("step", f"counted at its end; the denominator of this one is {denominator:.10g}"))
+    if call.groups.cp_size > 1:
+        split = hook.split if hook.verified.splits else f"{hook.split} (not verified)"
+        rows.append(("split", f"{split}, over context-parallel ranks"))
+    rows += [(name, str(value)) for name, value in hook.settings.items()]
+    rows.append(("measured", factor_in_words(hook.verified.factor)))
+    print(in_lines(title, rows), flush=True)
 
 
 def first_lines(
@@ -105,5 +121,5 @@ def factor_in_words(factor: float | None) -> str:
 
 def _microbatches(call: Call, plan: StepPlan) -> str:
     kind = "data-parallel" if call.groups.dp_cp is None else "data- and context-parallel"
-    ranks = number_of(dist.get_world_size(call.groups.count_group), f"{kind} rank")
+    ranks = number_of(ranks_of(call.groups.count_group), f"{kind} rank")
     return f"{number_of(plan.counts.microbatches, 'microbatch')} on {ranks}"

@@ -28,6 +28,12 @@ from megatron_loss_agg.mcore.parts.modes import ModeReports, also_aggregations
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
 from megatron_loss_agg.mcore.split import SPLITS
 from megatron_loss_agg.mcore.step import Step, Verified
+from megatron_loss_agg.mcore.stream import (
+    EndCountedStep,
+    Stream,
+    check_streamed,
+    saying_that_gradients_are_partial,
+)
 from megatron_loss_agg.mcore.token_loss import hooks
 from megatron_loss_agg.microbatch import TermMicrobatches, listed
 
@@ -81,6 +87,10 @@ class LossHook:
         mismatch: after a step whose masks or tokens were not those that were counted, raise DataError
             (``stop``); or print the error, count it in the report ``"mismatches"``, and go on
             (``warn``). The first step with tokens always raises.
+        count: count a step ``before`` its first forward pass, from batches that are drawn ahead; or at
+            its ``end``, microbatch by microbatch as they train, without drawing ahead. At the end,
+            every group that the aggregation reads by id must be whole in one microbatch, and several
+            terms must have one denominator; see `stream`.
         aggregate_evaluation: aggregate forward-only calls, too; otherwise they are left alone.
         prefetch: draw the next step's batches behind this one's compute, also where Megatron's loop
             reads a torch ``DataLoader`` without a `Prefetch`.
@@ -113,6 +123,7 @@ class LossHook:
         extensions: Iterable[Extension] = (),
         empty_step: str = "train",
         mismatch: str = "stop",
+        count: str = "before",
         aggregate_evaluation: bool = False,
         prefetch: bool = False,
         audit: bool = False,
@@ -121,6 +132,7 @@ class LossHook:
     ) -> None:
         _check_choice("empty_step", empty_step, ("train", "error", "skip"))
         _check_choice("mismatch", mismatch, ("stop", "warn"))
+        _check_choice("count", count, ("before", "end"))
         if split is not None:
             _check_choice("split", split, SPLITS)
         self.has_named_terms = not isinstance(aggregation, LossAggregation)
@@ -147,13 +159,21 @@ class LossHook:
         self.step_is_empty = False
         self.mismatch = mismatch
         self.num_mismatches = 0
+        self.count = count
         self.aggregate_evaluation = aggregate_evaluation
         self.prefetch = prefetch
         self.audit = audit
         self.trust_unmeasured = trust_unmeasured
         self.verified = Verified()
         self.settings = dict(settings or {})
-        self._open_step: Step | None = None
+        self._open_step: Step | Stream | None = None
+        if count == "end":
+            check_streamed(self)
+            if read_step is not None or prefetch:
+                raise OptionError(
+                    "count 'end' draws no batch ahead, got read_step or prefetch. Drop it, or choose "
+                    "count 'before' (--loss-aggregation-count)."
+                )
         hooks.add(self)
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +201,7 @@ class LossHook:
             call = Call.of(arguments, self.terms, self.split)
             # An evaluation between the calls of a step is not part of it.
             step = self._open_step if is_training else None
-            return (step or Step(self)).run(schedule, call)
+            return (step or self._new_step(call)).run(schedule, call)
 
         setattr(wrapped, _HOOK, self)  # `functools.wraps` copies it to wrappers
         return wrapped
@@ -208,10 +228,7 @@ class LossHook:
         Raises:
             DataError: the block ends with microbatches left, or a step is open already.
         """
-        if self._open_step is not None:
-            raise DataError(
-                "hook.step must not be opened inside another one. Leave the first block first."
-            )
+        self._check_no_open_step("hook.step")
         microbatches = listed(microbatches)
         self._open_step = step = Step(self, microbatches)
         try:
@@ -223,6 +240,55 @@ class LossHook:
                 )
         finally:
             self._open_step = None
+
+    @contextlib.contextmanager
+    def stream(self, model: Any = None, pg_collection: Any = None) -> Iterator[None]:
+        """Make all training calls inside one optimizer step that is counted as it trains:
+
+            with hook.stream():
+                for batches in arriving:  # as many as come, also none, other ones on each rank
+                    forward_backward(data_iterator=iter(batches), num_microbatches=len(batches), ...)
+            optimizer.step()
+
+        Each call is counted by its model replica alone, and adds to the gradients. Leaving the block
+        counts the step over all ranks, reduces the gradients and divides them, by
+        ``config.finalize_model_grads_func`` or Megatron's ``finalize_model_grads``. Reports are
+        partial: sum both elements of the pairs over all calls and ranks, then divide.
+
+        Every group that the aggregation reads by id, such as a prompt, must be whole in one call of one
+        data-parallel rank; and in one microbatch, if the losses decide their masks (`MaskedLosses`).
+        Several terms must have one denominator. The modes ``custom`` and ``dataset_mean``, losses that
+        Megatron adds by itself (routers, MTP) and its FSDP are refused.
+
+        Args:
+            model: that of the schedule; a rank needs it if it makes no call.
+            pg_collection: likewise, if the schedule gets one.
+
+        Raises:
+            DataError: a group in two calls, no model on a rank without a call, or a step that is open
+                already. All ranks raise it when the block ends.
+            OptionError, HostError: a mode or model that cannot be counted at the end of a step.
+        """
+        self._check_no_open_step("hook.stream")
+        arguments = {"model": model, "pg_collection": pg_collection}
+        self._open_step = stream = Stream(self, arguments)
+        try:
+            with saying_that_gradients_are_partial():
+                yield
+                self._open_step = None
+                stream.finish()
+        finally:
+            self._open_step = None
+
+    def _new_step(self, call: Call) -> Step | EndCountedStep:
+        is_counted_at_end = self.count == "end" and call.trains
+        return EndCountedStep(self) if is_counted_at_end else Step(self)
+
+    def _check_no_open_step(self, name: str) -> None:
+        if self._open_step is not None:
+            raise DataError(
+                f"{name} must not be opened inside another step. Leave the first block first."
+            )
 
     def measure_scaling(self, call: Call, is_first: bool) -> None:
         """Measure and check Megatron's scaling: in a first step, and under ``audit`` if it is new."""
@@ -247,6 +313,7 @@ class LossHook:
             "split": self.split,
             "empty_step": self.empty_step,
             "mismatch": self.mismatch,
+            "count": self.count,
             "aggregate_evaluation": self.aggregate_evaluation,
             "audit": self.audit,
             "trust_unmeasured": self.trust_unmeasured,
@@ -257,6 +324,8 @@ class LossHook:
 
 class _MismatchReports(Extension):
     """Adds ``mismatches``: steps with an error that was a warning, over all data-parallel ranks."""
+
+    counts_at_end = True
 
     def __init__(self, hook: LossHook) -> None:
         self._hook = hook

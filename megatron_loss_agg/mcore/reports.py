@@ -67,8 +67,8 @@ class MicrobatchLoss:
 
     def constant_pair(self, value: float) -> Tensor:
         """[2]: an equal share of a number of the whole step, for each microbatch of each rank."""
-        call, num_microbatches = self.call, len(plan_of_first_term(self.plans).sizes)
-        ranks = call.scale.data_parallel_size * call.groups.cp_size
+        num_microbatches = len(plan_of_first_term(self.plans).sizes)
+        ranks = self.call.groups.num_counted_ranks
         return self.pair(self.total.new_full((), value / (num_microbatches * ranks)))
 
 
@@ -76,8 +76,7 @@ def report_pair(
     call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0, divisor: float = 1.0
 ) -> Tensor:
     """[2]: a part of a sum over the call; Megatron's quotient becomes that sum over ``divisor``."""
-    ranks = call.scale.data_parallel_size * call.groups.cp_size
-    pairs = len(plan.sizes) * ranks
+    pairs = len(plan.sizes) * call.groups.num_counted_ranks
     weight = max(denominator, _MIN_DENOMINATOR) * _LARGE
     pair = part.new_full((2,), weight / pairs)
     torch.mul(part.detach(), weight / divisor, out=pair[0])

@@ -11,6 +11,7 @@ loss function returns   per token Megatron multiplies by
 (loss, n, report)       on        ``1 / max(sum of n over microbatches and ranks, 1)`` at the end
 (loss, report)          on        the token total stays 0: not used here
 (loss, report)          off       ``1`` with ``loss_is_normalized`` (`patches/megatron-lm`)
+(loss, n, report)       on        ``1`` in a step counted at its end (`StreamScale`)
 ======================= ========= ============================================================
 
 "Per token" is ``config.calculate_per_token_loss``. Only this file undoes these numbers.
@@ -38,6 +39,7 @@ class MegatronScale:
     data_parallel_size: int  # without context parallelism
     per_token: bool  # config.calculate_per_token_loss
     normalized: bool = False  # config.loss_is_normalized: Megatron only sums
+    denominator: float = 1.0  # see `StreamScale`
 
     def inverse(self, total_tokens: int) -> float:
         """The reciprocal of Megatron's factor on the loss summed over ranks and microbatches.
@@ -82,3 +84,24 @@ class MegatronScale:
         if not self.per_token:
             return scaled, report
         return scaled, torch.full((), num_tokens, dtype=torch.int, device=loss.device), report
+
+
+@dataclass(frozen=True)
+class StreamScale(MegatronScale):
+    """Megatron's averaging in a step that is counted at its end.
+
+    Its microbatches are counted in parts, and the loss of each is a mean over its part. Times the
+    part's denominator it is a sum. At the end of the step Megatron divides the gradients by the sum of
+    all denominators, in place of its count of tokens.
+
+    Attributes:
+        denominator: that of the microbatch's part, see `stream.Part`.
+    """
+
+    def inverse(self, total_tokens: int) -> float:
+        if self.per_token or self.normalized:
+            return self.denominator
+        return self.num_microbatches * self.data_parallel_size * self.denominator
+
+    def in_words(self) -> str:
+        return "divides by the denominators of all parts of the step"

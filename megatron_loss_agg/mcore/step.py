@@ -22,11 +22,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import Unit
 from megatron_loss_agg.collectives import any_rank, failing_in_broadcast, failing_together
 from megatron_loss_agg.errors import DataError, HostError, PeerError
 from megatron_loss_agg.exchange import failing_in_exchange
 from megatron_loss_agg.mcore.batches import DrawnBatches
-from megatron_loss_agg.mcore.call import Call, innermost
+from megatron_loss_agg.mcore.call import Call, innermost, without_reduction
 from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
 from megatron_loss_agg.mcore.checks.loss_function import (
     StockLoss,
@@ -78,16 +79,18 @@ class Verified:
     loss_functions: set[object] = field(default_factory=set)  # see `checks.loss_function`
     splits: set[str] | None = None  # those that fit all compared tokens; None before any were
     printed: set[str] = field(default_factory=set)  # kinds of calls with first lines in the log
-    # By model, since Megatron's scaling depends on its data-parallel wrapper; and by `Call.trains`,
-    # since an evaluation may have other data and another loss function than training.
-    _runs: WeakKeyDictionary[Any, set[bool]] = field(default_factory=WeakKeyDictionary)
+    # By model, since Megatron's scaling depends on its data-parallel wrapper; and by kind of call,
+    # since an evaluation may have other data and another loss function than training, and a step that
+    # is counted at its end is scaled otherwise.
+    _runs: WeakKeyDictionary[Any, set[tuple[bool, bool]]] = field(default_factory=WeakKeyDictionary)
 
     def has_run(self, call: Call) -> bool:
         """Whether a step, or an evaluation, of this model has passed all checks."""
-        return call.trains in self._runs.get(call.chunks[0], ())
+        return (call.trains, call.groups.counts_alone) in self._runs.get(call.chunks[0], ())
 
     def add_run(self, call: Call) -> None:
-        self._runs.setdefault(call.chunks[0], set()).add(call.trains)
+        kind = call.trains, call.groups.counts_alone
+        self._runs.setdefault(call.chunks[0], set()).add(kind)
 
     def split_is_open(self, call: Call) -> bool:
         """Whether the compared tokens fit several splits, or none were compared.
@@ -116,6 +119,7 @@ class Step:
     def __init__(self, hook: LossHook, microbatches: list[TermMicrobatches] | None = None) -> None:
         self.hook = hook
         self.microbatches = microbatches
+        self.empty_step = hook.empty_step
         self.num_taken = 0  # microbatches of the calls so far
         self.is_planned = False
         self.plans: Plans | None = None  # None on pipeline stages without a loss
@@ -155,7 +159,18 @@ class Step:
         """The results of microbatch ``i`` for Megatron, in place of those of ``loss_function``."""
         # 4. Losses: the script's, by term, not reduced, with the masks of their tokens.
         script = script_losses(call, plans, i, loss_function, output)
-        first = plan_of_first_term(plans)
+        return self._aggregated(call, plans, i, script, loss_function, output)
+
+    def _aggregated(
+        self,
+        call: Call,
+        plans: Plans,
+        i: int,
+        script: ScriptLosses,
+        loss_function: Any,
+        output: Any,
+    ) -> tuple[Any, ...]:
+        """The weighted sum of the losses, as Megatron is to get it."""
         samples, weights, sums = {}, {}, {}
         for name, term in script.terms.items():
             # 5. Weights: the mask times the coefficient of each sample, for this rank's tokens.
@@ -178,12 +193,13 @@ class Step:
             extension.on_loss(microbatch)
         # An evaluation may lack terms: the total of the others is not the loss.
         if self.hook.has_named_terms and len(sums) == len(plans):
-            microbatch.report("loss", microbatch.pair(microbatch.total))
+            microbatch.report("loss", microbatch.pair(microbatch.total, call.scale.denominator))
         self._note(microbatch, script, output)
         if script.stock_loss is not None:
             self._use_stock_loss(microbatch, script, loss_function)
         # Megatron averages what it gets, over microbatches and ranks or by tokens: multiplied by the
         # inverse of that, the gradients are those of the sum.
+        first = plan_of_first_term(plans)
         num_tokens = _tokens_on_rank(call, first, i)
         return call.scale.returned(
             microbatch.total, num_tokens, first.counts.model_tokens, microbatch.reports
@@ -234,7 +250,7 @@ class Step:
     def _plan(self, call: Call) -> Plans | None:
         """The plans of the step; None on pipeline stages without a loss."""
         groups = call.groups
-        must_have_tokens = call.trains and self.hook.empty_step == "error"
+        must_have_tokens = call.trains and self.empty_step == "error"
         self.iterator = call.data_iterator
         read: Callable[[], list[TermMicrobatches]] = functools.partial(self._read, call)
         if groups.dp_cp is not None and groups.reads_data:
@@ -251,21 +267,7 @@ class Step:
         ):
             if not groups.is_last_stage:
                 return None
-            plans: Plans | None = None
-            # One tensor-parallel rank has the data; it counts the step together with those of the
-            # other data-parallel ranks, and sends its plans to the rest of its group.
-            with failing_in_broadcast(groups.tp):
-                if groups.reads_data:
-                    with failing_in_exchange(groups.count_group):
-                        microbatches = read()
-                    plans = plan_step(
-                        call.terms,
-                        self.hook.units,
-                        microbatches,
-                        groups.count_group,
-                        is_evaluation=not call.trains,
-                    )
-            plans = broadcast_plans(plans, call.terms, groups.tp)
+            plans = counted(call, self.hook.units, read)
             if must_have_tokens and is_empty(call, plans):
                 raise DataError(
                     "a step must have an active token, and every token is masked or rejected. Fix "
@@ -326,7 +328,7 @@ class Step:
             for extension in self.hook.extensions:
                 stack.enter_context(extension.around(call, self.plans))
             if not call.ends_step:
-                stack.enter_context(call.without_reduction())
+                stack.enter_context(without_reduction(call.chunks, call.config))
             yield
 
     def _fetch_next(self, call: Call) -> None:
@@ -422,27 +424,30 @@ class Step:
         Once a step, after its last call, since ranks may make different numbers of calls.
         """
         hook, plans, groups = self.hook, self.plans, call.groups
-        # In this order an error of one rank of the last stage reaches all ranks: those of its stage,
-        # the other stages, then the other replicas. In the first step alone: it is the one in which
-        # mistakes show, and later ones should not make ranks wait for each other.
-        model_groups = [groups.tp, groups.cp, groups.pp, groups.dp]
-        with failing_together(model_groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
-            if plans is not None:
-                self._check_number_of_losses(plans)
-        # Apart from the former, since ranks communicate while they compare.
-        with failing_together(model_groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
-            if plans is not None:
-                self._compare_or_warn(call, plans)
+        self._check_losses(call)
         if self.is_first and plans is not None:
             print_first_lines(hook, call, plans, is_empty(call, plans))
-        if self.is_first or (call.trains and hook.empty_step == "skip"):
+        if self.is_first or (call.trains and self.empty_step == "skip"):
             is_empty_here = plans is not None and is_empty(call, plans)
             is_empty_step = any_rank(is_empty_here, groups.pp)  # other stages have no plan
             if call.trains:
-                hook.step_is_empty = is_empty_step and hook.empty_step == "skip"
+                hook.step_is_empty = is_empty_step and self.empty_step == "skip"
             # In a step without tokens there was nothing to compare: the next one is the first again.
             if not is_empty_step:
                 hook.verified.add_run(call)
+
+    def _check_losses(self, call: Call) -> None:
+        plans = self.plans
+        # In the first step alone: it is the one in which mistakes show, and later ones should not
+        # make ranks wait for each other.
+        groups = call.groups.spreading_errors
+        with failing_together(groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
+            if plans is not None:
+                self._check_number_of_losses(plans)
+        # Apart from the former, since ranks communicate while they compare.
+        with failing_together(groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
+            if plans is not None:
+                self._compare_or_warn(call, plans)
 
     def _check_number_of_losses(self, plans: Plans) -> None:
         expected, computed = len(plan_of_first_term(plans).sizes), len(self.sums)
@@ -479,6 +484,27 @@ class Step:
             verified.loss_functions |= check_stock_losses([*self.stock_losses.values()])
 
 
+def counted(call: Call, units: Sequence[Unit], read: Callable[[], Any]) -> Plans:
+    """The plans of the microbatches that ``read`` returns, on ranks of the last pipeline stage.
+
+    One tensor-parallel rank has the data; it counts together with those of the other data-parallel
+    ranks, and sends its plans to the rest of its group.
+    """
+    groups, plans = call.groups, None
+    with failing_in_broadcast(groups.tp):
+        if groups.reads_data:
+            with failing_in_exchange(groups.count_group):
+                microbatches = read()
+            plans = plan_step(
+                call.terms,
+                units,
+                microbatches,
+                groups.count_group,
+                is_evaluation=not call.trains,
+            )
+    return broadcast_plans(plans, call.terms, groups.tp)
+
+
 def is_empty(call: Call, plans: Plans) -> bool:
     """Whether every token of the step is masked or rejected, in all terms that are not switched off."""
     in_loss = [plan for name, plan in plans.items() if call.terms[name].multiplier]
@@ -490,7 +516,7 @@ def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:
 
     It must be an integer: the floors of ``(tokens + rank) / size`` over context-parallel ranks add up
     to the tokens. The last call of a step also returns the tokens of earlier calls, since Megatron
-    dropped their counts with its finalization (`Call.without_reduction`).
+    dropped their counts with its finalization (`call.without_reduction`).
     """
     has_earlier_tokens = i == call.first_index and call.ends_step
     num_tokens = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -33,6 +34,46 @@ Losses = Tensor | Mapping[str, Tensor]
 
 hooks: WeakSet[Any] = WeakSet()
 """Every `LossHook` of this process."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedLosses:
+    """Losses with the mask that they count with, decided from the model's output.
+
+    The result of ``compute`` of a `TokenLoss` or `SampleLoss`, in place of the losses, in a step that
+    is counted at its end (`LossHook.stream`, ``LossHook(count="end")``):
+
+        return output, TokenLoss(lambda output: MaskedLosses(losses, loss_mask * is_trusted), loss_mask)
+
+    A sample that loses all its tokens is an empty one, see `LossAggregation.empty`.
+
+    Args:
+        losses: as ``compute`` returns them.
+        mask: in the form of the losses: at most the ``loss_mask`` of a `TokenLoss`, which tells the
+            samples; 0 to 1 for each sample of a `SampleLoss`. None: as it was.
+        rejected: bool [samples], of the whole microbatch: further samples that do not count. The
+            aggregation's ``rejected`` says whether they stay in the denominators.
+    """
+
+    losses: Losses
+    mask: Losses | None = None
+    rejected: Tensor | None = None
+
+    def applied(self, script: ScriptLosses, call: Call) -> ScriptLosses:
+        """``script`` with these masks; raises DataError in a step that was counted before."""
+        if not call.groups.counts_alone:
+            raise DataError(
+                "a mask that the loss decides needs a step that is counted at its end, got one that was "
+                "counted before. Train in hook.stream() (or with --loss-aggregation-count end, "
+                "LossHook(count='end')), and return losses without MaskedLosses in an evaluation."
+            )
+        terms = {}
+        for name, term in script.terms.items():
+            mask = self.mask[name] if isinstance(self.mask, Mapping) else self.mask
+            mask = term.mask if mask is None else constant_mask(mask)
+            check_one_loss_per_token(term.losses, mask, "MaskedLosses")
+            terms[name] = replace(term, mask=mask, read_mask=term.mask)
+        return replace(script, terms=terms, rejected=self.rejected, decides_masks=True)
 
 
 class TokenLoss(LossFunction):
@@ -90,8 +131,8 @@ class TokenLoss(LossFunction):
         if self.gather or self.report or isinstance(self.loss_mask, Mapping):
             raise _needs_hook("a TokenLoss of several masks, or with gather= or report=,")
         losses, report = losses_and_report(self.compute(output))
-        if isinstance(losses, Mapping):
-            raise _needs_hook("a TokenLoss of several terms")
+        if isinstance(losses, (Mapping, MaskedLosses)):
+            raise _needs_hook("a TokenLoss of several terms, or that decides its mask,")
         check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
         if hooks and losses.requires_grad:
             warnings.warn(
@@ -112,7 +153,8 @@ class TokenLoss(LossFunction):
             shape = token_shape(plans, i)
             values = self.gather(output)
             output = _for_each_tensor(lambda x: gathered(x, shape, call), values)
-        losses, report = losses_and_report(self.compute(output))
+        computed, report = losses_and_report(self.compute(output))
+        losses = computed.losses if isinstance(computed, MaskedLosses) else computed
         masks = self.loss_mask
         if not isinstance(masks, Mapping):
             masks = dict.fromkeys(names, masks)
@@ -126,7 +168,8 @@ class TokenLoss(LossFunction):
             check_one_loss_per_token(term_losses, mask, "a TokenLoss")
             terms[name] = TermLosses(term_losses, mask, is_whole)
         further = _further_reports(self.report, terms)
-        return ScriptLosses(terms, report, further, is_gathered=is_whole)
+        script = ScriptLosses(terms, report, further, is_gathered=is_whole)
+        return computed.applied(script, call) if isinstance(computed, MaskedLosses) else script
 
 
 class SampleLoss(LossFunction):
@@ -188,7 +231,7 @@ class SampleLoss(LossFunction):
                     "a SampleLoss under context parallelism needs per_token=, since each rank has a "
                     "part of the tokens, and got none. Give SampleLoss(compute, per_token, loss_mask)."
                 )
-            losses, report = losses_and_report(self.compute(output))
+            computed, report = losses_and_report(self.compute(output))
         else:
             check_has_one_group(call.groups)
             sequences = plan_of_first_term(plans).sequences[i]
@@ -206,7 +249,8 @@ class SampleLoss(LossFunction):
             sums = _for_each_tensor(sequence_sums, self.per_token(output))
             sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, call.split, cp)
             lengths = sequences.mask_sum.to(mask.device, mask.dtype)
-            losses, report = losses_and_report(self.compute(sums, lengths))
+            computed, report = losses_and_report(self.compute(sums, lengths))
+        losses = computed.losses if isinstance(computed, MaskedLosses) else computed
         terms = {}
         for name, sample_losses in values_by_term("losses", losses, names, call).items():
             number = plans[name].sizes[i]
@@ -222,7 +266,8 @@ class SampleLoss(LossFunction):
                 device=sample_losses.device,
             )
             terms[name] = TermLosses(sample_losses, ones, True, sequence_mask_sum)
-        return ScriptLosses(terms, report, _further_reports(self.report, terms))
+        script = ScriptLosses(terms, report, _further_reports(self.report, terms))
+        return computed.applied(script, call) if isinstance(computed, MaskedLosses) else script
 
 
 def _needs_hook(loss_function: str) -> HostError:
@@ -241,7 +286,7 @@ def _further_reports(
 
 def losses_and_report(results: Any) -> tuple[Any, dict[str, Any]]:
     """The results of ``compute`` as (losses, report); the report is empty if there are only losses."""
-    if isinstance(results, (Tensor, Mapping)):
+    if isinstance(results, (Tensor, Mapping, MaskedLosses)):
         return results, {}
     if not isinstance(results, (tuple, list)) or len(results) != 2:
         raise HostError(

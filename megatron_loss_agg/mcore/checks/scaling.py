@@ -8,10 +8,12 @@ gradient finalization. Every rank's gradient is different, so that a missing red
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from megatron_loss_agg.collectives import all_gather
 from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.mcore.call import Call, original
+from megatron_loss_agg.mcore.call import Call, original, without_reduction
+from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
 
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -118,6 +121,13 @@ def _gradients(
     config, number = _simplified(call.config), call.scale.num_microbatches
     numbers = all_gather(torch.tensor([number]), call.groups.dp)  # different on each, perhaps
     total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
+    # In a step that is counted at its end, the loss is divided by a sum of denominators there.
+    denominator, denominators = torch.zeros((), dtype=torch.float64), 1.0
+    if call.groups.counts_alone:
+        ranks, rank = dist.get_world_size(call.groups.dp), dist.get_rank(call.groups.dp)
+        denominators = float(ranks * (ranks + 1))
+        if call.groups.cp_rank == 0:
+            denominator += 2 * (1 + rank)
     # Different on each rank that a gradient is reduced over.
     factors = [math.prod(1 + dist.get_rank(group) for group in groups) for groups in reduced_over]
 
@@ -125,23 +135,32 @@ def _gradients(
         return call.scale.returned(output, _TOKENS, total_tokens, {})
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        return model() / number, loss_func
+        return model() * denominators / number, loss_func
 
     model = wrap(config, _tiny_model(config, factors, next(call.chunks[-1].parameters()).device))
     if call.config.no_sync_func is not None:
         config.no_sync_func = model.no_sync
     if hasattr(model, "zero_grad_buffer"):
         model.zero_grad_buffer()
-    original(forward_backward_no_pipelining)(
-        forward_step_func=forward_step,
-        data_iterator=iter([]),
-        model=[model],
-        num_microbatches=number,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-        **({} if call.pg_collection is None else {"pg_collection": call.pg_collection}),
-    )
+    denominator = denominator.to(next(model.parameters()).device)
+    counts_alone, reduces = call.groups.counts_alone, call.ends_step
+    with contextlib.ExitStack() as stack:
+        if counts_alone and reduces:
+            stack.enter_context(dividing_by(lambda: denominator, config))
+        elif counts_alone:
+            stack.enter_context(without_reduction([model], config))
+        original(forward_backward_no_pipelining)(
+            forward_step_func=forward_step,
+            data_iterator=iter([]),
+            model=[model],
+            num_microbatches=number,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+            **({} if call.pg_collection is None else {"pg_collection": call.pg_collection}),
+        )
+    if counts_alone and not reduces:
+        finish_gradients(replace(call, chunks=(model,), config=config), denominator)
     return _reduced(model)
 
 

@@ -102,7 +102,7 @@ class MTPAggregation(Extension):
     def _replanned(self, call: Call, aggregation: LossAggregation) -> StepPlan | None:
         """The plan of the step in MTP's mode."""
         groups, plan = call.groups, self._plan
-        model_groups = [groups.count_group, groups.split_group, groups.pp]
+        model_groups = [groups.dp_cp or groups.dp, groups.split_group, groups.pp]
         with failing_together(model_groups, _ANOTHER_RANK_FAILED, when=not self._has_planned):
             if plan is not None:
                 (plan,) = replanned(call, plan, [aggregation])

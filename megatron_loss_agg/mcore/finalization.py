@@ -1,0 +1,41 @@
+"""Megatron's finalization of gradients, with a denominator in place of its count of tokens.
+
+``finalize_model_grads(model, num_tokens)`` adds up ``num_tokens`` over the data- and context-parallel
+ranks of the last pipeline stage, in place, and divides all gradients by the sum, or by 1 if that is
+larger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_loss_agg.mcore.call import Call, replaced
+
+
+def finish_gradients(call: Call, denominator: Tensor) -> None:
+    """Reduce the gradients of a step, and divide them by the sum of ``denominator`` over ranks."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize = call.config.finalize_model_grads_func or finalize_model_grads
+    for chunk in call.chunks:
+        # Without overlap, finalization does it.
+        if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+            chunk.start_grad_sync()
+    options = {} if call.pg_collection is None else {"pg_collection": call.pg_collection}
+    finalize([*call.chunks], denominator, **options)
+
+
+@contextlib.contextmanager
+def dividing_by(denominator: Callable[[], Tensor], config: Any) -> Iterator[None]:
+    """Let a schedule divide gradients by the sum of ``denominator()`` over ranks at its end."""
+    finalize: Callable[..., Any] = config.finalize_model_grads_func
+
+    def divide(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return finalize(model, denominator(), *args, **kwargs)
+
+    with replaced(config, "finalize_model_grads_func", divide):
+        yield

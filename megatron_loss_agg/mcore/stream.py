@@ -1,0 +1,591 @@
+"""A step that is counted as it trains: its denominator is known at its end.
+
+The samples of a step may be counted in parts, each by itself, wherever and whenever they train. With
+the loss ``L_p`` of part ``p`` and its denominator ``N_p``, such as its number of prompts, the loss of
+the step is
+
+    sum_p N_p L_p / sum_p N_p
+
+if every group of samples, such as a prompt, is whole in one part. The gradients of ``N_p L_p`` are
+added up. At the end Megatron's own finalization gets the sum of this rank's ``N_p`` in place of its
+count of tokens: it adds it up over the ranks, and divides the gradients by it.
+
+A part is a call of the schedule (`Stream`) or a microbatch (`EndCountedStep`). If the loss decides
+masks, a part is a microbatch in either case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_loss_agg.aggregation import LossAggregation, Unit
+from megatron_loss_agg.collectives import all_gather, any_rank, failing_together, for_backend
+from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.mcore.batches import BatchReader
+from megatron_loss_agg.mcore.call import Call, innermost
+from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.checks.sums import note_sums
+from megatron_loss_agg.mcore.checks.tokens import TokenNotes
+from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
+from megatron_loss_agg.mcore.first_lines import print_first_lines_of_stream
+from megatron_loss_agg.mcore.forward_step import ScriptLosses, TermLosses, script_losses
+from megatron_loss_agg.mcore.reports import report_denominator
+from megatron_loss_agg.mcore.scale import StreamScale
+from megatron_loss_agg.mcore.split import TermSamples, sums_of_samples, weights_on_rank
+from megatron_loss_agg.mcore.step import Plans, Step, counted
+from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, recounted
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.mcore.hook import LossHook
+
+_ANOTHER_RANK_FAILED = (
+    "another rank failed at the end of the step. Fix the error of that rank first."
+)
+_LARGE = 2.0**20
+"""Multiplies all denominators, which may be small, since Megatron takes less than 1 token for 1."""
+
+
+class Part(Step):
+    """Microbatches that are counted together, by the ranks of one model replica alone."""
+
+    def __init__(self, hook: LossHook, key: int) -> None:
+        super().__init__(hook)
+        self.key = key  # of the part among those of this rank
+        self.empty_step = "train"  # the step may have tokens in other parts
+        self.decided: dict[int, Part] = {}  # by microbatch, those whose loss has decided its mask
+        self._exceeds: list[Tensor] = []  # bool: a decided mask is larger than that of the batch
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Itself; or the part of each microbatch, if the losses have decided masks."""
+        return [*self.decided.values()] or [self]
+
+    def _aggregated(self, call: Call, plans: Plans, i: int, *script: Any) -> tuple[Any, ...]:
+        results = super()._aggregated(call, plans, i, *script)
+        if _is_sum(first_aggregation(call)) and (self.key or dist.get_rank(call.groups.dp)):
+            # The denominator of a sum, 1, counts once in the reports, too.
+            for name in ("loss", *(f"{x} loss" for x in plans)):
+                if name in results[-1]:
+                    results[-1][name][1] = 0
+        return results
+
+    def loss(
+        self, call: Call, plans: Plans, i: int, loss_function: Any, output: Any
+    ) -> tuple[Any, ...]:
+        script = script_losses(call, plans, i, loss_function, output)
+        if not script.decides_masks:
+            return self._aggregated(call, plans, i, script, loss_function, output)
+        self._note_read_masks(plans, i, script)
+        part = self.decided[i] = self._decided_part(call, plans, i, script)
+        call = with_denominator(call, part.plans)
+        assert part.plans is not None
+        return part._aggregated(call, part.plans, 0, script, loss_function, output)
+
+    def _note_read_masks(self, plans: Plans, i: int, script: ScriptLosses) -> None:
+        """Note the batch's masks for the comparison with the counted ones, and the decided ones."""
+        self.sums[i] = []
+        if script.is_gathered:
+            self.gathered.add(i)
+        for name, term in script.terms.items():
+            assert term.read_mask is not None
+            read = replace(term, mask=term.read_mask)
+            samples = self.samples[name].in_microbatch(i, read)
+            weights = weights_on_rank(samples, read)
+            note = note_sums(samples, plans[name], i, read, weights, self.is_first)
+            self.sums[i].append(note)
+            mask, read_mask = term.mask.reshape(-1), term.read_mask.reshape(-1)
+            self._exceeds.append(((mask > read_mask) | ~(mask >= 0)).any())
+
+    def _decided_part(self, call: Call, plans: Plans, i: int, script: ScriptLosses) -> Part:
+        """Microbatch ``i`` as a part of its own, with the masks that its loss has decided."""
+        if call.groups.dp_cp is not None:
+            raise HostError(
+                "a mask that the loss decides needs the same context-parallel ranks for all "
+                "microbatches, got dynamic context parallelism. Drop one of them."
+            )
+        sums = {name: self._decided_sums(call, name, i, x) for name, x in script.terms.items()}
+
+        def recount() -> Plans:
+            return {
+                name: recounted(
+                    plans[name], i, self.hook.units, x[:-1], int(x[-1]), script.rejected
+                )
+                for name, x in sums.items()
+            }
+
+        part = Part(self.hook, self.key + 1 + i)
+        recounted_plans = recount() if call.groups.reads_data else None
+        part.plans = broadcast_plans(recounted_plans, call.terms, call.groups.tp)
+        part.samples = {name: TermSamples(call, plan) for name, plan in part.plans.items()}
+        return part
+
+    def _decided_sums(self, call: Call, name: str, i: int, term: TermLosses) -> Tensor:
+        """fp64 [samples + 1] on the CPU: each sample's mask sum, and the number of active tokens.
+
+        Over all context-parallel ranks. Waits for the device.
+        """
+        samples, plan = self.samples[name].in_microbatch(i, term), (self.plans or {})[name]
+        mask = term.mask.double().reshape(-1)
+        sums = sums_of_samples(mask, plan.shapes[i], samples.starts)
+        sums = torch.cat([sums, (mask != 0).sum().double().view(1)])
+        if samples.cp.size > 1 and not term.is_whole:
+            sums = for_backend(sums, call.groups.cp)
+            dist.all_reduce(sums, group=call.groups.cp)
+        return sums.cpu()
+
+    def _compare(self, call: Call, plans: Plans) -> None:
+        super()._compare(call, plans)
+        if self.decided and len(self.decided) != len(plan_of_first_term(plans).sizes):
+            raise DataError(
+                "the losses of all microbatches of a call must decide their masks, or of none, got "
+                f"{len(self.decided)} of {len(self.sums)}. Return MaskedLosses always."
+            )
+        if self._exceeds and bool(torch.stack(self._exceeds).any()):
+            raise DataError(
+                "a mask that the loss decides must be from 0 to the loss_mask of its TokenLoss (or to "
+                "1, of a sample), got values outside. Give the largest mask as loss_mask, and in the "
+                "batch."
+            )
+
+
+class StreamedCall(Part):
+    """One call of a `Stream`: a part, or several if the losses decide masks."""
+
+    def run(self, schedule: Callable[..., Any], call: Call) -> Any:
+        self.is_first = not self.hook.verified.has_run(call)
+        if self.is_first:
+            check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
+        if self.is_first or self.hook.verified.split_is_open(call):
+            self.tokens = TokenNotes(self.is_first, self.hook.verified.splits)
+        self.plans = plans = self._plan(call)
+        self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
+        call = with_denominator(call, plans)
+        with self._running(call):
+            forward_step = self._forward_step(call)
+            result = schedule(**call.arguments_with(forward_step, self.iterator))
+        self._check_losses(call)
+        return result
+
+    def _fetch_next(self, call: Call) -> None:
+        """Nothing: the next call may have another number of microbatches."""
+
+
+class Stream:
+    """An optimizer step of a hook: calls of the schedule whose number is not known before.
+
+    Args:
+        arguments: of the schedule, for a rank that makes no call: its ``model``, and its
+            ``pg_collection`` if it is given one.
+    """
+
+    def __init__(self, hook: LossHook, arguments: Mapping[str, Any]) -> None:
+        check_streamed(hook)
+        self.hook = hook
+        self._arguments = arguments
+        self._calls: list[StreamedCall] = []
+        self._call: Call | None = None  # the last one
+        self._has_failed = False
+
+    def run(self, schedule: Callable[..., Any], call: Call) -> Any:
+        """Make one call of the schedule, which adds to the gradients."""
+        self._call = call = streamed(call, ends_step=False)
+        check_model(call)
+        part = StreamedCall(self.hook, key=len(self._calls) << 32)
+        self._calls.append(part)
+        self._has_failed = True
+        result = part.run(schedule, call)
+        self._has_failed = False
+        return result
+
+    def finish(self) -> None:
+        """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
+        hook, call = self.hook, self._call or self._made_call()
+        if self._has_failed:
+            raise DataError(
+                "a step must not be finished after one of its calls failed, which left a part of its "
+                "gradients. Zero the gradients, and begin the step anew."
+            )
+        is_first = not hook.verified.has_run(call)
+        if is_first:
+            check_same_on_all_ranks(call, hook.compared_settings())
+            hook.measure_scaling(call, is_first)
+        parts = [part for x in self._calls for part in x.parts if part.plans is not None]
+        tally = Tally.of(call, parts)
+        is_empty = tally.compare(call, must_compare(hook, is_first))
+        total = tally.on_device(call)  # finalization adds up those of all ranks in it
+        finish_gradients(call, total)
+        check_total(call, total)
+        end_step(hook, call, total, is_empty)
+
+    def _made_call(self) -> Call:
+        """A call as this rank would make it, which gives its process groups."""
+        if self._arguments.get("model") is None:
+            raise DataError(
+                "a rank that makes no call in a stream must give its model, got none. Write "
+                "hook.stream(model=...) on every rank."
+            )
+        names = ("forward_step_func", "data_iterator")
+        arguments = {**dict.fromkeys(names), "num_microbatches": 1, **self._arguments}
+        hook = self.hook
+        return streamed(Call.of(arguments, hook.terms, hook.split), ends_step=False)
+
+
+class EndCountedStep(Step):
+    """A step of one call, whose microbatches are counted one by one as they train."""
+
+    def run(self, schedule: Callable[..., Any], call: Call) -> Any:
+        hook, groups = self.hook, call.groups
+        call = streamed(call, ends_step=True)
+        check_model(call)
+        self._check_before(call)
+        self.parts: list[Part] = []
+        self.iterator = call.data_iterator
+        if groups.reads_data:
+            self.iterator = BatchReader(call.data_iterator, hook.read_batch)
+
+        def denominator() -> Tensor:
+            self._total = self._tally(call).on_device(call)
+            return self._total
+
+        with self._running(call), dividing_by(denominator, call.config):
+            forward_step = self._forward_step(call)
+            result = schedule(**call.arguments_with(forward_step, self.iterator))
+        self._check_after(call)
+        return result
+
+    def _fetch_next(self, call: Call) -> None:
+        """Nothing: no batch is drawn before its forward step."""
+
+    def _forward_step(self, call: Call) -> Callable[..., Any]:
+        """The script's forward step, after which its microbatch is counted."""
+        script_forward_step: Callable[..., Any] = call.arguments["forward_step_func"]
+        if not call.groups.is_last_stage:
+            return script_forward_step
+
+        def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            model = args[1] if len(args) > 1 else kwargs.get("model")
+            if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
+                return script_forward_step(*args, **kwargs)
+            part = Part(self.hook, key=len(self.parts) << 32)
+            self.parts.append(part)
+            part.is_first = self.is_first
+            if self.tokens is not None:
+                part.tokens = TokenNotes(self.is_first, self.hook.verified.splits)
+            plans: dict[str, StepPlan] = {}  # filled while the model's call is observed
+            part.plans = plans
+            tokens = part.tokens
+            if call.groups.reads_data:
+                self.iterator.note_batch = None if tokens is None else tokens.note_batch
+            with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, 0):
+                output, loss_function = script_forward_step(*args, **kwargs)
+                plans |= counted(call, self.hook.units, lambda: [self.iterator.taken()])
+            if tokens is not None and not tokens.may_differ(call, plans):
+                part.tokens = None
+            part.samples = {name: TermSamples(call, plan) for name, plan in plans.items()}
+            loss = functools.partial(part.loss, with_denominator(call, plans), plans, 0)
+            return output, functools.partial(loss, loss_function)
+
+        return forward_step
+
+    def _check_after(self, call: Call) -> None:
+        """As that of `Step`, for each part; and of the whole step, over all ranks."""
+        for part in self.parts:
+            part._check_losses(call)
+        is_empty = self._tally(call).compare(call, must_compare(self.hook, self.is_first))
+        check_total(call, self._total)
+        end_step(self.hook, call, self._total, is_empty)
+
+    def _tally(self, call: Call) -> Tally:
+        return Tally.of(call, [x for part in self.parts for x in part.parts])
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What this rank adds to the counts of a step: sums over its parts."""
+
+    denominator: float  # this rank's share, in Megatron's units
+    accepted_tokens: float
+    # int64 [3, groups]: number of the unit, id and key of the part, of each group that must be whole.
+    groups: Tensor = field(default_factory=lambda: torch.zeros(3, 0, dtype=torch.int64))
+
+    @classmethod
+    def of(cls, call: Call, parts: Sequence[Part]) -> Tally:
+        plans = [part.plans for part in parts if part.plans]
+        denominator = sum(map(common_denominator, plans))
+        if _is_sum(first_aggregation(call)):
+            denominator = float(dist.get_rank(call.groups.dp) == 0)
+        columns = [_groups_of_part(call, part.plans, part.key) for part in parts if part.plans]
+        groups = call.groups
+        # The ranks that share microbatches have the same denominator: the first of them gives it.
+        sharing = groups.cp if groups.dp_cp is None else groups.dp_cp
+        is_first = groups.is_last_stage and dist.get_rank(sharing) == 0
+        return cls(
+            denominator * large(call) if is_first else 0.0,
+            sum(x.counts.accepted_tokens for p in plans for x in p.values()),
+            torch.cat([torch.zeros(3, 0, dtype=torch.int64), *columns], dim=1),
+        )
+
+    def on_device(self, call: Call) -> Tensor:
+        """The denominator as Megatron's finalization takes it: of one type on every stage."""
+        device = next(call.chunks[0].parameters()).device
+        return torch.tensor(self.denominator, dtype=torch.float64, device=device)
+
+    def compare(self, call: Call, when: bool) -> bool:
+        """Raise DataError if a group has samples in two parts of the step; True if it has no token.
+
+        All ranks call.
+
+        Args:
+            when: the same on all ranks; if False, nothing is compared.
+        """
+        if not when:
+            return False
+        groups, is_empty = call.groups, False
+        with failing_together([groups.tp, groups.cp, groups.pp, groups.dp], _ANOTHER_RANK_FAILED):
+            if groups.is_last_stage:
+                is_empty = self._compare(call)
+        return any_rank(is_empty, groups.pp)  # other stages have no counts
+
+    def _compare(self, call: Call) -> bool:
+        group = call.groups.count_group or call.groups.dp
+        tokens = torch.tensor(self.accepted_tokens, dtype=torch.float64).view(1)
+        number = self.groups.shape[1]
+        header = torch.cat([tokens.view(torch.int64), torch.tensor([number])])
+        headers = all_gather(header, group)
+        most = int(headers[:, 1].max())
+        if most:
+            row = torch.nn.functional.pad(self.groups, (0, most - number))
+            rows = all_gather(row.reshape(-1), group).view(-1, 3, most)
+            _check_whole(call, rows, headers[:, 1])
+        return float(headers[:, 0].contiguous().view(torch.float64).sum()) == 0
+
+
+def streamed(call: Call, ends_step: bool) -> Call:
+    """``call`` as one whose samples are counted alone, and scaled at the end of the step."""
+    scale = call.scale
+    return replace(
+        call,
+        groups=replace(call.groups, counts_alone=True),
+        scale=StreamScale(
+            scale.num_microbatches, scale.data_parallel_size, scale.per_token, scale.normalized
+        ),
+        ends_step=ends_step,
+    )
+
+
+def with_denominator(call: Call, plans: Plans | None) -> Call:
+    """``call`` for the losses of the part with these plans."""
+    if plans is None:
+        return call
+    denominator = common_denominator(plans) * large(call)
+    return replace(call, scale=replace(call.scale, denominator=denominator))
+
+
+def large(call: Call) -> float:
+    """See `_LARGE`; 1 in fp16, whose range the sums of gradients need."""
+    return 1.0 if getattr(call.config, "fp16", False) else _LARGE
+
+
+def common_denominator(plans: Plans) -> float:
+    """The denominator of a part; DataError if its terms have different ones."""
+    by_name = {name: report_denominator(plan) for name, plan in plans.items()}
+    if len({*by_name.values()}) > 1:
+        raise DataError(
+            "the terms of a loss that is counted at its end must have one denominator, since their "
+            f"gradients are divided together, got {by_name}. Give them the same masks, or count the "
+            "step before (hook.step, or without --loss-aggregation-count end)."
+        )
+    return next(iter(by_name.values()))
+
+
+def first_aggregation(call: Call) -> LossAggregation:
+    """The aggregation of the first term."""
+    return next(iter(call.terms.values())).aggregation
+
+
+def check_streamed(hook: LossHook) -> None:
+    """Raise OptionError unless a step of these terms and options can be counted at its end."""
+    way_out = "Choose another mode, or count the step before (hook.step, or without count end)."
+    for name, term in hook.terms.items():
+        agg = term.aggregation
+        if agg.function is not None:
+            raise OptionError(
+                f"a custom function needs the samples of the whole step, got it for {name!r} in a step "
+                f"that is counted at its end. {way_out}"
+            )
+        if "dataset" in _whole_units(agg):
+            raise OptionError(
+                f"a mean over data sets needs the tokens of the whole step, got it for {name!r} in a "
+                f"step that is counted at its end. {way_out}"
+            )
+    kinds = {name: _denominator_in_words(x.aggregation) for name, x in hook.terms.items()}
+    if len({*kinds.values()}) > 1:
+        raise OptionError(
+            "the terms of a loss that is counted at its end must have one denominator, since their "
+            f"gradients are divided together, got {kinds}. Choose modes with the same one, or count "
+            "the step before (hook.step, or without --loss-aggregation-count end)."
+        )
+    late = [type(x).__name__ for x in hook.extensions if not x.counts_at_end]
+    if late:
+        raise OptionError(
+            f"{', '.join(late)} needs the counts of the whole step, got a step that is counted at its "
+            "end. Drop it (for ModeReports: also=, --loss-aggregation-also), or count the step before "
+            "(hook.step, or without --loss-aggregation-count end)."
+        )
+
+
+def check_model(call: Call) -> None:
+    """Raise HostError for a model whose gradients cannot be divided at the end of the step."""
+    bases = {base.__name__ for chunk in call.chunks for base in type(chunk).__mro__}
+    config = call.config
+    weighs_routers = getattr(config, "num_moe_experts", None) and (
+        getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", 0)
+    )
+    reason = None
+    if any("FullyShardedDataParallel" in name for name in bases):
+        reason = "Megatron's FSDP reduces gradients in every backward pass"
+    elif weighs_routers:
+        reason = (
+            "Megatron scales losses of routers (--moe-aux-loss-coeff, --moe-z-loss-coeff) by itself"
+        )
+    elif getattr(config, "mtp_num_layers", None):
+        reason = "Megatron scales losses of MTP (--mtp-num-layers) by itself"
+    elif call.draws_samples or (call.groups.dp_cp is not None and call.ends_step):
+        reason = "under dynamic context parallelism a call's samples are counted together"
+    if reason is not None:
+        raise HostError(
+            f"this model cannot train in a step that is counted at its end: {reason}. Turn that off, or "
+            "count the step before (hook.step, or without --loss-aggregation-count end)."
+        )
+
+
+def check_total(call: Call, total: Tensor) -> None:
+    """Raise DataError for a sum of denominators that Megatron takes for 1."""
+    if 0 < float(total) < 1:
+        raise DataError(
+            f"the denominator of the step must be at least {1 / large(call):.3g}, got "
+            f"{float(total) / large(call):.3g}. Multiply masks or sample_weights by a constant, or "
+            "train in bf16."
+        )
+
+
+def end_step(hook: LossHook, call: Call, total: Tensor, is_empty: bool) -> None:
+    """Note that the step has ended, on every rank; raise DataError for a forbidden empty one."""
+    if not hook.verified.has_run(call) and not is_empty:
+        print_first_lines_of_stream(hook, call, float(total) / large(call))
+        hook.verified.add_run(call)
+    if is_empty and hook.empty_step == "error":
+        raise DataError(
+            "a step must have an active token, and every token is masked or rejected. Fix the data, or "
+            "choose skip or train (--loss-aggregation-empty-step, empty_step=)."
+        )
+    hook.step_is_empty = is_empty and hook.empty_step == "skip"
+
+
+def must_compare(hook: LossHook, is_first: bool) -> bool:
+    """Whether ranks compare their counts at the end of a step; the same on all of them."""
+    by_id = any(_ids_of_whole_groups(x.aggregation) for x in hook.terms.values())
+    return is_first or by_id or hook.empty_step != "train"
+
+
+def _is_sum(agg: LossAggregation) -> bool:
+    """Whether the denominator of a step is 1, whatever its samples."""
+    return agg.within is None and agg.across is None
+
+
+def _whole_units(agg: LossAggregation) -> list[Unit]:
+    """The units whose groups must be whole in one part."""
+    units = {agg.within, agg.across, *agg.path} - {None}
+    return sorted(str(unit) for unit in units)
+
+
+def _ids_of_whole_groups(agg: LossAggregation) -> list[Unit]:
+    return [unit for unit in _whole_units(agg) if unit in agg.by_id]
+
+
+def _denominator_in_words(agg: LossAggregation) -> str:
+    """The denominator of a step: equal for aggregations that divide by the same number."""
+    if _is_sum(agg):
+        return "1"
+    counted = "tokens" if agg.within == "all" else f"{agg.across}s"
+    rules = [f"empty: {agg.empty}", f"rejected: {agg.rejected}"]
+    if agg.sample_weights == "count":
+        rules.append(f"weighted by {agg.weighted}")
+        if agg.dataset_weights is not None:
+            rules.append(f"{agg.dataset_weights}")
+    return f"{counted} ({', '.join(rules)})"
+
+
+def _groups_of_part(call: Call, plans: Plans, key: int) -> Tensor:
+    """int64 [3, groups]: as in `Tally.groups`, of one part."""
+    columns = [torch.zeros(3, 0, dtype=torch.int64)]
+    for number, (name, unit) in enumerate(_units_by_term(call)):
+        ids = plans[name].ids_S[unit].unique()
+        columns.append(torch.stack([torch.full_like(ids, number), ids, torch.full_like(ids, key)]))
+    return torch.cat(columns, dim=1)
+
+
+def _units_by_term(call: Call) -> list[tuple[str, Unit]]:
+    """(term, unit) of the groups that must be whole; each unit once, since terms share ids."""
+    units: dict[Unit, str] = {}
+    for name, term in call.terms.items():
+        for unit in _ids_of_whole_groups(term.aggregation):
+            units.setdefault(unit, name)
+    return [(name, unit) for unit, name in units.items()]
+
+
+def _check_whole(call: Call, rows: Tensor, numbers: Tensor) -> None:
+    """Raise DataError if the same group of a unit is in two parts.
+
+    Args:
+        rows: int64 [ranks, 3, most groups], see `Tally.groups`.
+        numbers: int64 [ranks]: groups of each rank.
+    """
+    ranks, _, most = rows.shape
+    is_group = torch.arange(most) < numbers.view(-1, 1)
+    rank = torch.arange(ranks).view(-1, 1).expand(ranks, most)
+    if call.groups.dp_cp is not None:  # a call is counted over all ranks
+        rank = torch.zeros_like(rank)
+    table = torch.stack([*rows.unbind(1), rank], dim=-1)[is_group].unique(dim=0)
+    is_same = (table[1:, :2] == table[:-1, :2]).all(dim=1)
+    if not bool(is_same.any()):
+        return
+    first = int(is_same.nonzero()[0])
+    (number, group, *one), (_, _, *other) = table[first].tolist(), table[first + 1].tolist()
+    _, unit = _units_by_term(call)[number]
+    raise DataError(
+        f"each {unit} of a step that is counted at its end must be whole in one of its parts, got the "
+        f"{unit} {group} in {_part_in_words(*one)} and in {_part_in_words(*other)}. Give all of its "
+        "samples to one call (with MaskedLosses, or --loss-aggregation-count end, to one microbatch), "
+        f"and ids that are unique over the step ('{unit}_ids')."
+    )
+
+
+def _part_in_words(key: int, rank: int) -> str:
+    part, microbatch = key >> 32, key & (2**32 - 1)
+    where = f"part {part}" if not microbatch else f"microbatch {microbatch - 1} of part {part}"
+    return f"{where} of data-parallel rank {rank}"
+
+
+@contextlib.contextmanager
+def saying_that_gradients_are_partial() -> Iterator[None]:
+    """Say on an exception that the gradients of the step cannot be used."""
+    try:
+        yield
+    except BaseException:
+        print(
+            "megatron_loss_agg: hook.stream was left by an exception: its gradients are not reduced or "
+            "divided. Zero them before the next step.",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise
