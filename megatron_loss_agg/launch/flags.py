@@ -115,6 +115,12 @@ _HOOK_OPTIONS = {
         words=("stop", "warn"),
         default="stop",
     ),
+    "count": _Option(
+        "count a step before its first forward pass, from batches that are drawn ahead, or as it trains, "
+        "with its denominator at its end (default: before)",
+        words=("before", "end"),
+        default="before",
+    ),
     "evaluation": _Option(
         "forward-only calls of the schedule: reported as Megatron averages them, or aggregated in the "
         "same way as training (default: same in Megatron's own training loop, megatron in others)",

@@ -10,7 +10,7 @@ from megatron_loss_agg.mcore.parts.mtp import MTPAggregation, MTPLosses
 from megatron_loss_agg.mcore.parts.packing import with_ids
 from megatron_loss_agg.mcore.prefetch import Prefetch
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
-from megatron_loss_agg.mcore.token_loss import SampleLoss, TokenLoss
+from megatron_loss_agg.mcore.token_loss import MaskedLosses, SampleLoss, TokenLoss
 
 __all__ = [
     "Call",
@@ -19,6 +19,7 @@ __all__ = [
     "LossHook",
     "MTPAggregation",
     "MTPLosses",
+    "MaskedLosses",
     "MicrobatchLoss",
     "Prefetch",
     "SampleLoss",

@@ -71,8 +71,10 @@ class Part(Step):
 
     def _aggregated(self, call: Call, plans: Plans, i: int, *script: Any) -> tuple[Any, ...]:
         results = super()._aggregated(call, plans, i, *script)
-        if _is_sum(first_aggregation(call)) and (self.key or dist.get_rank(call.groups.dp)):
-            # The denominator of a sum, 1, counts once in the reports, too.
+        # Keys of the first part: its own, and that of its first microbatch as a part of its own.
+        is_first = self.key <= 1 and dist.get_rank(call.groups.dp) == 0
+        if not is_first and _is_sum(first_aggregation(call)):
+            # The denominator of a sum is 1, and counts once.
             for name in ("loss", *(f"{x} loss" for x in plans)):
                 if name in results[-1]:
                     results[-1][name][1] = 0
@@ -298,8 +300,13 @@ class EndCountedStep(Step):
 
     def _check_after(self, call: Call) -> None:
         """As that of `Step`, for each part; and of the whole step, over all ranks."""
-        for part in self.parts:
-            part._check_losses(call)
+        groups = call.groups
+        model_groups = [groups.tp, groups.cp, groups.pp, groups.dp]
+        with failing_together(model_groups, _ANOTHER_RANK_FAILED, when=self.is_first):
+            for part in self.parts:
+                assert part.plans is not None
+                part._check_number_of_losses(part.plans)
+                part._compare_or_warn(call, part.plans)
         is_empty = self._tally(call).compare(call, must_compare(self.hook, self.is_first))
         check_total(call, self._total)
         end_step(self.hook, call, self._total, is_empty)
