@@ -116,8 +116,8 @@ _HOOK_OPTIONS = {
         default="stop",
     ),
     "count": _Option(
-        "count a step before its first forward pass, from batches that are drawn ahead, or as it trains, "
-        "with its denominator at its end (default: before)",
+        "count a step before its first forward pass, from batches that are drawn ahead, or as it "
+        "trains, with its denominator at its end (default: before)",
         words=("before", "end"),
         default="before",
     ),

@@ -562,22 +562,23 @@ def _check_whole(call: Call, rows: Tensor, numbers: Tensor) -> None:
     rank = torch.arange(ranks).view(-1, 1).expand(ranks, most)
     if call.groups.dp_cp is not None:  # a call is counted over all ranks
         rank = torch.zeros_like(rank)
-    table = torch.stack([*rows.unbind(1), rank], dim=-1)[is_group].unique(dim=0)
+    number, group, key = rows.unbind(1)
+    table = torch.stack([number, group, rank, key], dim=-1)[is_group].unique(dim=0)
     is_same = (table[1:, :2] == table[:-1, :2]).all(dim=1)
     if not bool(is_same.any()):
         return
     first = int(is_same.nonzero()[0])
-    (number, group, *one), (_, _, *other) = table[first].tolist(), table[first + 1].tolist()
-    _, unit = _units_by_term(call)[number]
+    (unit_number, id_, *one), (_, _, *other) = table[first : first + 2].tolist()
+    _, unit = _units_by_term(call)[unit_number]
     raise DataError(
         f"each {unit} of a step that is counted at its end must be whole in one of its parts, got the "
-        f"{unit} {group} in {_part_in_words(*one)} and in {_part_in_words(*other)}. Give all of its "
+        f"{unit} {id_} in {_part_in_words(*one)} and in {_part_in_words(*other)}. Give all of its "
         "samples to one call (with MaskedLosses, or --loss-aggregation-count end, to one microbatch), "
         f"and ids that are unique over the step ('{unit}_ids')."
     )
 
 
-def _part_in_words(key: int, rank: int) -> str:
+def _part_in_words(rank: int, key: int) -> str:
     part, microbatch = key >> 32, key & (2**32 - 1)
     where = f"part {part}" if not microbatch else f"microbatch {microbatch - 1} of part {part}"
     return f"{where} of data-parallel rank {rank}"
