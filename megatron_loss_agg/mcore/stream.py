@@ -214,7 +214,7 @@ class Stream:
         if self._has_failed:
             raise DataError(
                 "a step must not be finished after one of its calls failed, which left a part of its "
-                "gradients. Zero the gradients, and begin the step anew."
+                "gradients. Leave the block, zero the gradients, and begin the step anew."
             )
         is_first = not hook.verified.has_run(call)
         if is_first:
@@ -421,18 +421,19 @@ def first_aggregation(call: Call) -> LossAggregation:
 
 def check_streamed(hook: LossHook) -> None:
     """Raise OptionError unless a step of these terms and options can be counted at its end."""
-    way_out = "Choose another mode, or count the step before (hook.step, or without count end)."
     for name, term in hook.terms.items():
         agg = term.aggregation
         if agg.function is not None:
             raise OptionError(
                 f"a custom function needs the samples of the whole step, got it for {name!r} in a step "
-                f"that is counted at its end. {way_out}"
+                "that is counted at its end. Choose another mode, or count the step before (hook.step, "
+                "or without --loss-aggregation-count end)."
             )
         if "dataset" in _whole_units(agg):
             raise OptionError(
                 f"a mean over data sets needs the tokens of the whole step, got it for {name!r} in a "
-                f"step that is counted at its end. {way_out}"
+                "step that is counted at its end. Choose another mode, or count the step before "
+                "(hook.step, or without --loss-aggregation-count end)."
             )
     kinds = {name: _denominator_in_words(x.aggregation) for name, x in hook.terms.items()}
     if len({*kinds.values()}) > 1:
@@ -480,8 +481,8 @@ def check_total(call: Call, total: Tensor) -> None:
     if 0 < float(total) < 1:
         raise DataError(
             f"the denominator of the step must be at least {1 / large(call):.3g}, got "
-            f"{float(total) / large(call):.3g}. Multiply masks or sample_weights by a constant, or "
-            "train in bf16."
+            f"{float(total) / large(call):.3g}. Give masks and sample_weights that are larger "
+            "by a constant, or train in bf16."
         )
 
 

@@ -263,7 +263,7 @@ CALLS = {
         case=replace(ON_TWO, run=other_calls_on_each_rank), topology="dp2"
     ),
     "a step in a step": Refusal(
-        "DataError: hook.step must not be opened inside another one", two_rows(run=nested)
+        "DataError: hook.step must not be opened inside another step", two_rows(run=nested)
     ),
     "an error of the loop's own": Refusal("RuntimeError: of the loop", two_rows(run=failing_loop)),
 }

@@ -43,7 +43,7 @@ def test_the_flag_set_is_frozen() -> None:
     flags = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
     values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-sample-weights", "-levels"]
-    values += ["-dataset-weights", "-sft-prompt-field", "-mismatch"]
+    values += ["-dataset-weights", "-sft-prompt-field", "-mismatch", "-count"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("also", "extension"):
         expected[f"{FLAG}-{x}"] = (f"loss_aggregation_{x}", "+", None)
@@ -185,6 +185,8 @@ CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
         },
     ),
     ("@-mismatch warn", None, {"mismatch": "warn"}),
+    ("@-count end", None, {"count": "end"}),
+    ("@-count end", {}, {"count": "end", "aggregate_evaluation": True}),
     ("@-audit", None, {"audit": True}),
     ("@-unmeasured trust", None, {"trust_unmeasured": True}),
     ("@-evaluation same", None, {"aggregate_evaluation": True}),
