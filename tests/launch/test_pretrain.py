@@ -391,3 +391,16 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
     logged = {key: board[f"{key} validation"][STEPS] for key in expected}
     assert logged == pytest.approx(expected, rel=2e-6)
     assert {f"{key} validation vs samples" for key in expected} <= board.keys()
+
+
+def test_a_run_that_is_counted_as_it_trains_is_that_which_is_counted_before(tmp_path: Path) -> None:
+    mode = ("--loss-aggregation", "sample_mean")
+    runs = []
+    for count in ("before", "end"):
+        (tmp_path / count).mkdir()
+        runs.append(start(tmp_path / count, *mode, "--loss-aggregation-count", count))
+    before, end = runs
+    assert "counted at its end; the denominator of this one is" in end.log
+    numbers = [re.findall(r"(?:loss|norm|PPL): (\S+)", "\n".join(x.logged)) for x in (before, end)]
+    assert len(numbers[0]) > 3 * ITERATIONS
+    assert [*map(float, numbers[1])] == pytest.approx([*map(float, numbers[0])], rel=1e-5)
