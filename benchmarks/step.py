@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from benchmarks import megatron
 from benchmarks.loss_function import Losses, reruns_disabled
 from benchmarks.megatron import Training
@@ -35,13 +37,18 @@ def _training_steps(results: Results) -> None:
     results.add("stock step", where, 1e3 * base, "ms")
     results.add("added by the hook", where, 1e3 * added, "ms", "added_ms")
     results.add("added by the hook", where, added / base, "of a stock step", "step")
+    _, at_end = _added(results, TINY, rounds=120, count="end")
+    results.add("counted at its end", where, at_end / added, "of counted before")
 
 
-def _added(results: Results, gpt: Gpt, rounds: int) -> tuple[float, float]:
+def _added(results: Results, gpt: Gpt, rounds: int, **options: Any) -> tuple[float, float]:
     """CPU seconds of a stock step, and seconds that the hook adds to it; medians."""
     step = results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
-    stock, hooked = (Training(with_hook, ddp, step, data).run for with_hook in (False, True))
+    for i, batch in enumerate(data):  # a prompt in each microbatch, as a step counted at its end needs
+        batch["prompt_ids"] = torch.full_like(batch["prompt_ids"], i)
+    stock = Training(False, ddp, step, data).run
+    hooked = Training(True, ddp, step, data, **options).run
     both_sides = stock, hooked, stock  # so that a drift cancels
     taken = [[_seconds(run) for run in both_sides] for _ in range(2 + results.rounds(rounds))][2:]
     base = [(before + after) / 2 for before, _, after in taken]
