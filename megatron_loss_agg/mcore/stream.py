@@ -255,7 +255,8 @@ class EndCountedStep(Step):
             self.iterator = BatchReader(call.data_iterator, hook.read_batch)
 
         def denominator() -> Tensor:
-            self._total = self._tally(call).on_device(call)
+            self.tally = Tally.of(call, [x for part in self.parts for x in part.parts])
+            self._total = self.tally.on_device(call)
             return self._total
 
         with self._running(call), dividing_by(denominator, call.config):
@@ -307,12 +308,9 @@ class EndCountedStep(Step):
                 assert part.plans is not None
                 part._check_number_of_losses(part.plans)
                 part._compare_or_warn(call, part.plans)
-        is_empty = self._tally(call).compare(call, must_compare(self.hook, self.is_first))
+        is_empty = self.tally.compare(call, must_compare(self.hook, self.is_first))
         check_total(call, self._total)
         end_step(self.hook, call, self._total, is_empty)
-
-    def _tally(self, call: Call) -> Tally:
-        return Tally.of(call, [x for part in self.parts for x in part.parts])
 
 
 @dataclass(frozen=True)
@@ -469,6 +467,8 @@ def check_model(call: Call) -> None:
         reason = "Megatron scales losses of MTP (--mtp-num-layers) by itself"
     elif call.draws_samples or (call.groups.dp_cp is not None and call.ends_step):
         reason = "under dynamic context parallelism a call's samples are counted together"
+    elif call.ends_step and config.finalize_model_grads_func is None:
+        reason = "config.finalize_model_grads_func is None, which would divide its gradients"
     if reason is not None:
         raise HostError(
             f"this model cannot train in a step that is counted at its end: {reason}. Turn that off, or "

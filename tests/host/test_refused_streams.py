@@ -158,6 +158,10 @@ ROWS = {
         "OptionError: count 'end' draws no batch ahead",
         two_rows("sample_mean", hook={"count": "end", "read_step": next}),
     ),
+    "nothing that divides gradients": Refusal(
+        "HostError: this model cannot train ... config.finalize_model_grads_func is None",
+        two_rows("token_mean", hook={"count": "end"}, config={"finalize_model_grads_func": None}),
+    ),
     "losses of routers": Refusal(
         "HostError: this model cannot train ... losses of routers", row("token_mean", config=AUX)
     ),
