@@ -31,6 +31,7 @@ TESTS = (
     "tests/host/test_mtp.py",
     "tests/host/test_terms.py",
     "tests/host/test_scaling.py",
+    "tests/host/test_stream.py",
     "tests/launch/test_any_loop.py",
 )
 NEXT_TESTS = (
