@@ -265,8 +265,8 @@ class LossHook:
             pg_collection: likewise, if the schedule gets one.
 
         Raises:
-            DataError: a group in two calls, no model on a rank without a call, or a step that is open
-                already. All ranks raise it when the block ends.
+            DataError: a group in two calls (on all ranks, when the block ends); no model on a rank
+                without a call; or a step that is open already.
             OptionError, HostError: a mode or model that cannot be counted at the end of a step.
         """
         self._check_no_open_step("hook.stream")
