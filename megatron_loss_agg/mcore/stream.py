@@ -203,10 +203,11 @@ class Stream:
         check_model(call)
         part = StreamedCall(self.hook, key=len(self._calls) << 32)
         self._calls.append(part)
-        self._has_failed = True
-        result = part.run(schedule, call)
-        self._has_failed = False
-        return result
+        try:
+            return part.run(schedule, call)
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def finish(self) -> None:
         """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
