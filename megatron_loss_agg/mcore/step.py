@@ -44,6 +44,7 @@ from megatron_loss_agg.mcore.forward_step import (
     function_key,
     merged_reports,
     script_losses,
+    tensors_in,
 )
 from megatron_loss_agg.mcore.parts.datasets import with_dataset_ids
 from megatron_loss_agg.mcore.prefetch import Prefetch, fetch_ahead
@@ -52,6 +53,7 @@ from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
 from megatron_loss_agg.microbatch import TermMicrobatches, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
+from megatron_loss_agg.tensors import at_least_fp32
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 if TYPE_CHECKING:
@@ -170,7 +172,7 @@ class Step:
             script.terms,
             weights,
             samples,
-            total=_total(call, script, sums),
+            total=_total(call, output, script, sums),
             reports=self._reports(call, plans, script, weights, sums),
             stock_loss=script.stock_loss,
         )
@@ -342,6 +344,7 @@ class Step:
         if self.plans is None:
             return script_forward_step
         plans, tokens = self.plans, self.tokens
+        number = len(plan_of_first_term(plans).sizes)
         if tokens is not None and not tokens.may_differ(call, plans):
             tokens = self.tokens = None
 
@@ -352,6 +355,11 @@ class Step:
             # The schedules take microbatches in order. The index is that in the step, not in the call.
             i = self.num_forward_steps
             self.num_forward_steps += 1
+            if i == number:
+                raise HostError(
+                    f"a forward step must run once for each of the {number} microbatches, got one more. "
+                    "Call it once in its turn, without a rehearsal."
+                )
             with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, i):
                 output, loss_function = script_forward_step(*args, **kwargs)
             # All that the loss depends on is bound here, since Megatron may compute it again, when
@@ -500,7 +508,7 @@ def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:
     return num_tokens
 
 
-def _total(call: Call, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tensor:
+def _total(call: Call, output: Any, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tensor:
     """The sum of the terms, each times its multiplier; a multiplier of 0 switches a term off."""
     terms = []
     for name, x in sums.items():
@@ -508,9 +516,12 @@ def _total(call: Call, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tens
         if multiplier != 0:
             terms.append(x if multiplier == 1 else multiplier * x)
     if not terms:
-        # Stays attached to the graph, so that every rank still runs the backward pass's collectives.
+        # Stays attached to the graph, so that every rank still runs the backward pass's collectives: to
+        # the model's output, since the gradient of a loss that is NaN may be NaN times 0.
         losses = next(iter(script.terms.values())).losses
-        return weighted_sum_unchecked(torch.zeros_like(losses), losses)
+        dtype = at_least_fp32(losses.dtype)
+        outputs = tensors_in(output) or [losses]
+        return torch.stack([x.flatten()[:0].sum(dtype=dtype) for x in outputs]).sum()
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
 
