@@ -297,7 +297,7 @@ class Step:
     def _draw(self, call: Call, number: int) -> list[TermMicrobatches]:
         """The microbatches of the batches that the call's forward steps will take."""
         microbatches: list[TermMicrobatches] = []
-        tensors = DrawnTensors() if self.is_first else None
+        tensors = DrawnTensors(self.hook) if self.is_first else None
         # Under hybrid context parallelism one item holds the samples of the whole step.
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
