@@ -111,7 +111,7 @@ class LossAggregation:
     """
     function: Callable[..., Any] | None = field(default=None, hash=False)
     """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
-    name: str | None = field(default=None, compare=False, repr=False)
+    name: str | None = field(default=None, repr=False)
     """The `label`, if not the mode; `preset` sets it to the preset's name."""
 
     def __post_init__(self) -> None:

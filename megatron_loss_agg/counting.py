@@ -56,8 +56,6 @@ class Samples:
     """int64 [microbatches]: elements of the mask."""
     routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]; -1 where not given."""
-    is_evaluation: bool = False
-    """In an evaluation a data set that has no weight in `dataset_weights` has weight 1."""
     _groups: dict[Unit, Groups] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -188,14 +186,11 @@ class Sequences:
         return cls(microbatch.shape, sums_by_sample([microbatch]))
 
 
-def read_samples(
-    microbatches: Sequence[Microbatch], units: Sequence[Unit], is_evaluation: bool = False
-) -> Samples:
+def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> Samples:
     """The samples of this rank's microbatches, which are on the CPU.
 
     Args:
         units: ids of these units are read if every microbatch with samples has them.
-        is_evaluation: see `Samples.is_evaluation`.
 
     Raises:
         DataError: bad masks, offsets or sample weights.
@@ -225,7 +220,6 @@ def read_samples(
         active_tokens=torch.tensor(active, dtype=torch.int64),
         elements=torch.tensor([m.loss_mask.numel() for m in microbatches], dtype=torch.int64),
         routed_tokens=torch.tensor(routed, dtype=torch.int64),
-        is_evaluation=is_evaluation,
     )
 
 
@@ -313,10 +307,15 @@ def without_skipped(agg: LossAggregation, samples: Samples) -> tuple[Tensor, Ten
     return samples.mask_sum.masked_fill(is_skipped_S, 0.0), (~is_skipped_S).double()
 
 
-def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]:
+def coefficients(
+    agg: LossAggregation, samples: Samples, is_evaluation: bool = False
+) -> tuple[Tensor, float]:
     """``c_s`` of the samples of all ranks, fp64 [samples]; and ``N_across`` (or ``V_across``).
 
     A sample that is rejected, or has no active token, has the coefficient 0.
+
+    Args:
+        is_evaluation: a data set without a weight in `dataset_weights` has weight 1.
 
     Raises:
         DataError: a group with two parents, or coefficients that fp32 cannot hold. All ranks raise
@@ -328,7 +327,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         _check_range(c_S)
         return c_S, 1.0
     mask_S, counts_S = without_skipped(agg, samples)
-    v_S = _sample_weights(agg, samples)
+    v_S = _sample_weights(agg, samples, is_evaluation)
     groups = {unit: samples.groups(unit) for unit in agg.units}
 
     def is_counted_G(unit: Unit) -> Tensor:
@@ -381,7 +380,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
     return c_S, across
 
 
-def _sample_weights(agg: LossAggregation, samples: Samples) -> Tensor:
+def _sample_weights(agg: LossAggregation, samples: Samples, is_evaluation: bool) -> Tensor:
     """``v_s``, with the weight of the sample's data set."""
     weights = agg.dataset_weights
     if weights is None:
@@ -389,7 +388,7 @@ def _sample_weights(agg: LossAggregation, samples: Samples) -> Tensor:
     datasets = samples.groups("dataset")
     ids = datasets.ids_G.tolist()
     missing = [d for d in ids if d not in weights]
-    if samples.is_evaluation:
+    if is_evaluation:
         # Validation data have a blend of their own, which may have further data sets.
         weights = {**weights, **dict.fromkeys(missing, 1.0)}
     elif missing:

@@ -53,6 +53,7 @@ def test_the_flag_set_is_frozen() -> None:
 
 
 SKIPS = LossAggregation(mode="sample_mean", rejected="skip")
+PRESET_SKIPS = replace(SKIPS, name="nemo-rl/sequence_level")
 AGGREGATIONS = {
     "@ rollout_mean": LossAggregation(mode="rollout_mean"),
     "@ verl/seq-mean-token-mean": LossAggregation.preset("verl/seq-mean-token-mean"),
@@ -69,13 +70,13 @@ AGGREGATIONS = {
         mode="sample_mean", dataset_weights={0: 0.5, 1: 2.0}, sample_weights="count"
     ),
     "@ trl/grpo @-dataset-weights 0:3 @-sample-weights skip": LossAggregation(
-        mode="sample_mean", dataset_weights={0: 3.0}, sample_weights="skip"
+        mode="sample_mean", dataset_weights={0: 3.0}, sample_weights="skip", name="trl/grpo"
     ),
     # A preset keeps its own choice unless told.
-    "@ nemo-rl/sequence_level": SKIPS,
-    "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
-    "@ nemo-rl/sequence_level @-rejected count": replace(SKIPS, rejected="count"),
-    "@ areal/seq_mean @-empty count": LossAggregation(mode="sample_mean"),
+    "@ nemo-rl/sequence_level": PRESET_SKIPS,
+    "@ nemo-rl/sequence_level @-empty skip": replace(PRESET_SKIPS, empty="skip"),
+    "@ nemo-rl/sequence_level @-rejected count": replace(PRESET_SKIPS, rejected="count"),
+    "@ areal/seq_mean @-empty count": LossAggregation(mode="sample_mean", name="areal/seq_mean"),
 }
 
 

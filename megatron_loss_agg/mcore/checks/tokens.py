@@ -63,10 +63,8 @@ class TokenNotes:
 
         The same on all ranks, since they compare in a collective.
         """
-        if self._is_first_step:
+        if self._is_first_step or call.groups.dp_cp is not None:  # each rank has other microbatches
             return True
-        if call.groups.dp_cp is not None:  # each rank has other microbatches
-            return any(plan.has_shared_microbatches for plan in plans.values())
         microbatches = range(len(plan_of_first_term(plans).sizes))
         return any(self._is_open_for(token_shape(plans, i)) for i in microbatches)
 

@@ -160,23 +160,23 @@ def _divisors_of_step(call: Call, plans: Mapping[str, StepPlan] | None) -> Divis
         return {}
 
     def divisors() -> dict[str, dict[int, float]]:
-        mask_sums = {"lm": _sums_by_dataset(plan_of_first_term(plans), are_weighted=False)}
+        mask_sums = {"lm": _sums_by_dataset(call, plan_of_first_term(plans), are_weighted=False)}
         return mask_sums | {
-            name: _sums_by_dataset(plan, are_weighted=plan.aggregation.within is not None)
+            name: _sums_by_dataset(call, plan, are_weighted=plan.aggregation.within is not None)
             for name, plan in plans.items()
         }
 
     return broadcast_result(divisors, call.groups.tp)
 
 
-def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:
+def _sums_by_dataset(call: Call, plan: StepPlan, are_weighted: bool) -> dict[int, float]:
     """The mask sum of each data set with tokens in the step, or the sum of its tokens' weights."""
     samples = plan.samples
     assert samples is not None  # since this rank reads data
     groups = samples.groups("dataset")
     sums = mask_sums = groups.sums(samples.mask_sum)
     if are_weighted:
-        coefficient_S, _ = coefficients(plan.aggregation, samples)
+        coefficient_S, _ = coefficients(plan.aggregation, samples, is_evaluation=not call.trains)
         sums = groups.sums(coefficient_S * samples.mask_sum)
     has_tokens = mask_sums > 0
     ids = groups.ids_G[has_tokens].tolist()

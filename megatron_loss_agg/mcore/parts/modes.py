@@ -185,7 +185,7 @@ def replanned(
         results = []
         for agg in aggregations:
             check_fields(agg, plan.microbatches)
-            c_S, across = coefficients(agg, plan.samples)
+            c_S, across = coefficients(agg, plan.samples, is_evaluation=not call.trains)
             counts = counts_of(agg, plan.samples, across)
             results.append((c_S[plan.rows_S].clone(), counts))
         return results
