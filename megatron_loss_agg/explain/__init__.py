@@ -11,9 +11,9 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.chats import lines_of_chats
@@ -25,7 +25,7 @@ from megatron_loss_agg.explain.samples import (
     read_rows,
     read_samples,
 )
-from megatron_loss_agg.explain.shares import ALL_MODES, Shares, shares_by_mode
+from megatron_loss_agg.explain.shares import ALL_MODES, shares_by_mode
 from megatron_loss_agg.explain.show import draw, tables
 from megatron_loss_agg.explain.stock import (
     BatchFlags,
@@ -33,7 +33,6 @@ from megatron_loss_agg.explain.stock import (
     StockRun,
     comparison,
     numbers_by_sample,
-    shares_of_first_step,
 )
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -41,12 +40,8 @@ __all__ = ["main"]
 
 Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
 """(Megatron's flags, number) -> the first rows or packs of the run's training data."""
-
-
-class _Answer(NamedTuple):
-    text: str
-    numbers: dict[str, Any]
-    curves: Mapping[str, Shares]
+_Answer = tuple[str, dict[str, Any]]
+"""The text, and the numbers of `--json`."""
 
 
 def main(argv: Sequence[str], read: Read) -> int:
@@ -61,16 +56,13 @@ def main(argv: Sequence[str], read: Read) -> int:
     args, run_flags = _parse(argv)
     with contextlib.redirect_stdout(sys.stderr):  # what Megatron and tokenizers print
         is_step = args.data is None
-        answer = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
-    if args.plot is not None:
-        draw(args.plot, answer.curves)
-        print(f"drawn: {args.plot}", file=sys.stderr)
-    print(json.dumps(answer.numbers) if args.json else answer.text)
+        text, numbers = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
+    print(json.dumps(numbers) if args.json else text)
     return 0
 
 
 def _explain_step(args: argparse.Namespace) -> _Answer:
-    """Weigh the samples of one step under each mode."""
+    """Weigh the samples of one step under each mode, and draw the picture."""
     samples = read_samples(_lines(args))
     modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
     shares, left_out = shares_by_mode(samples, modes, args.divisor, args.empty, args.levels)
@@ -88,7 +80,10 @@ def _explain_step(args: argparse.Namespace) -> _Answer:
         },
         "left_out": left_out,
     }
-    return _Answer(tables(samples, shares, left_out), numbers, shares)
+    if args.plot is not None:
+        draw(args.plot, shares)
+        print(f"drawn: {args.plot}", file=sys.stderr)
+    return tables(samples, shares, left_out), numbers
 
 
 def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> _Answer:
@@ -129,8 +124,7 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
         StockRun.weigh("this run", flags, cells),
         StockRun.weigh(against, other_flags, cells),
     ]
-    text = comparison(cells, *runs)
-    return _Answer(text, numbers_by_sample(cells, runs), shares_of_first_step(cells, runs))
+    return comparison(cells, *runs), numbers_by_sample(cells, runs)
 
 
 def _other_flags(flags: BatchFlags) -> str:
@@ -179,7 +173,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     is_run = args.data is not None
     has_effect = {
         **dict.fromkeys(LISTS, args.lengths is not None),
-        **dict.fromkeys(("divisor", "levels", "empty", "modes"), not is_run),
+        **dict.fromkeys(("divisor", "levels", "empty", "modes", "plot"), not is_run),
         **dict.fromkeys(("samples", "against"), is_run),
     }
     for name in has_effect:
@@ -244,6 +238,7 @@ def _parser() -> argparse.ArgumentParser:
         "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
     )
     modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
+    modes.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     modes.add_argument(
         "--levels",
         metavar="UNIT,UNIT,...",
@@ -263,5 +258,4 @@ def _parser() -> argparse.ArgumentParser:
         "context parallelism twice the --micro-batch-size)",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object, not a text")
-    parser.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     return parser

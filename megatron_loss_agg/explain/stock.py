@@ -22,8 +22,6 @@ from torch import Tensor
 from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.explain.shares import Shares, shares_by_mode
 from megatron_loss_agg.explain.show import aligned, rows_and_parts, span
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -294,20 +292,6 @@ def numbers_by_sample(cells: Cells, runs: Sequence[StockRun]) -> dict[str, Any]:
             for run in runs
         },
     }
-
-
-def shares_of_first_step(cells: Cells, runs: Sequence[StockRun]) -> dict[str, Shares]:
-    """The shares in each run, and under two modes, of the first step with loss tokens."""
-    is_in_step_S = cells.step_S == int(cells.tokens_N.nonzero()[0])
-    tokens_S = cells.tokens_S[is_in_step_S]
-    shares = {
-        f"stock: {run.name}": Shares(
-            tokens_S, _mean_weights(cells, run)[is_in_step_S] / tokens_S.sum(), run.flags.formula
-        )
-        for run in runs
-    }
-    samples = [Sample(tokens) for tokens in tokens_S.tolist()]
-    return {**shares, **shares_by_mode(samples, ("token_mean", "sample_mean"))[0]}
 
 
 def _mean_weights(cells: Cells, run: StockRun) -> Tensor:
