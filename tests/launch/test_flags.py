@@ -247,16 +247,6 @@ def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_los
         hook("@ token_mean @-mtp constant")
 
 
-@pytest.mark.parametrize("megatron_flags, interval", [(None, 1), ({"log_interval": 5}, 5)])
-def test_reports_by_data_set_average_as_megatrons_log_does(
-    megatron_flags: dict[str, Any] | None, interval: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = hook_arguments(monkeypatch, "@ sum @-report-datasets", megatron_flags)
-    (extension,) = arguments["extensions"]
-    assert isinstance(extension, DatasetReports)
-    assert extension._log_interval == interval
-
-
 BAD_EXTENSIONS = {
     "json:dumps": "must be a class or function that is called without arguments, got json:dumps with",
     f"{MINE}:needs_argument": (
