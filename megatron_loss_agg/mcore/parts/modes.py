@@ -21,13 +21,7 @@ from megatron_loss_agg.aggregation import (
     units_read,
 )
 from megatron_loss_agg.collectives import broadcast_result, failing_together
-from megatron_loss_agg.counting import (
-    Samples,
-    StepCounts,
-    check_fields,
-    coefficients,
-    counts_of,
-)
+from megatron_loss_agg.counting import StepCounts, check_fields, coefficients, counts_of
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
@@ -40,8 +34,6 @@ _ANOTHER_RANK_FAILED = (
     "another rank's batches lack what a mode of also= (--loss-aggregation-also) needs. Fix its error "
     "first."
 )
-_SAME = 1e-12
-"""Relative difference of coefficients up to which two modes count as equal."""
 
 
 class ModeReports(Extension):
@@ -101,13 +93,7 @@ class ModeReports(Extension):
             microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
 
     def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
-        """The modes, and which of them and the loss's own are equal on this step."""
-        plan = plan_of_first_term(plans)
-        lines = {"also": ", ".join(x.label for x in self._aggregations)}
-        modes = [plan.aggregation, *(x for x in self._aggregations if _has_ids(plan, x))]
-        assert plan.samples is not None  # since the rank that prints reads data
-        equal = [] if plan.is_empty else equal_modes(modes, plan.samples)
-        return {**lines, "equal": "; ".join(equal)} if equal else lines
+        return {"also": ", ".join(x.label for x in self._aggregations)}
 
 
 def also_aggregations(
@@ -197,18 +183,6 @@ def replanned(
     ]
 
 
-def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]:
-    """A sentence for each mode that gives all samples the weights of an earlier one."""
-    mode_coefficients = [coefficients(agg, samples)[0] for agg in modes]
-    sentences = []
-    for i, agg in enumerate(modes):
-        for other, c_S in zip(modes[:i], mode_coefficients, strict=False):
-            if torch.allclose(mode_coefficients[i], c_S, rtol=_SAME, atol=0.0):
-                sentences.append(f"{agg.label} equals {other.label}")
-                break
-    return sentences
-
-
 class Unevenness(NamedTuple):
     """How unevenly samples weigh, by their weights ``W_s = c_s * M_s``."""
 
@@ -263,16 +237,6 @@ class WeightReports(Extension):
             effective_samples, longest_tenth = map(microbatch.constant_pair, self._unevenness)
             microbatch.report("effective samples", effective_samples)
             microbatch.report("weight of longest tenth", longest_tenth)
-
-    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
-        plan = plan_of_first_term(plans)
-        if plan.is_empty:
-            return {}
-        effective_samples, longest_tenth = _unevenness(plan)
-        return {
-            "weighed": f"{effective_samples:.4g} effective samples, {longest_tenth:.1%} of the weight "
-            "on the longest tenth"
-        }
 
 
 def _unevenness(plan: StepPlan) -> Unevenness:
