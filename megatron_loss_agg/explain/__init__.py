@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.chats import lines_of_chats
@@ -32,7 +30,6 @@ from megatron_loss_agg.explain.stock import (
     Cells,
     StockRun,
     comparison,
-    numbers_by_sample,
 )
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -40,8 +37,6 @@ __all__ = ["main"]
 
 Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
 """(Megatron's flags, number) -> the first rows or packs of the run's training data."""
-_Answer = tuple[str, dict[str, Any]]
-"""The text, and the numbers of `--json`."""
 
 
 def main(argv: Sequence[str], read: Read) -> int:
@@ -56,16 +51,21 @@ def main(argv: Sequence[str], read: Read) -> int:
     args, run_flags = _parse(argv)
     with contextlib.redirect_stdout(sys.stderr):  # what Megatron and tokenizers print
         is_step = args.data is None
-        text, numbers = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
-    print(json.dumps(numbers) if args.json else text)
+        answer = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
+    print(answer)
     return 0
 
 
-def _explain_step(args: argparse.Namespace) -> _Answer:
+def _explain_step(args: argparse.Namespace) -> str:
     """Weigh the samples of one step under each mode, and draw the picture."""
     samples = read_samples(_lines(args))
     modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
     shares, left_out = shares_by_mode(samples, modes, args.divisor, args.empty, args.levels)
+    if args.plot is not None:
+        draw(args.plot, shares)
+        print(f"drawn: {args.plot}", file=sys.stderr)
+    if not args.json:
+        return tables(samples, shares, left_out)
     numbers = {
         "samples": [vars(sample) for sample in samples],
         "modes": {
@@ -80,13 +80,10 @@ def _explain_step(args: argparse.Namespace) -> _Answer:
         },
         "left_out": left_out,
     }
-    if args.plot is not None:
-        draw(args.plot, shares)
-        print(f"drawn: {args.plot}", file=sys.stderr)
-    return tables(samples, shares, left_out), numbers
+    return json.dumps(numbers)
 
 
-def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> _Answer:
+def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> str:
     """Weigh the tokens of a run's data as stock Megatron does, with its flags and with others."""
     if not run_flags:
         raise OptionError(
@@ -94,14 +91,8 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
             "-- --micro-batch-size N --global-batch-size N."
         )
     flags = BatchFlags.parse(run_flags)
-    against = args.against or _other_flags(flags)
-    other_flags = BatchFlags.parse([*run_flags, *shlex.split(against)])
+    other_flag, other_flags = _others(flags)
     rows_per_step = flags.global_batch_size
-    if other_flags.global_batch_size != rows_per_step:
-        raise OptionError(
-            f"--against must keep the step of {rows_per_step} rows, got "
-            f"--global-batch-size {other_flags.global_batch_size}. Drop that flag from --against."
-        )
     num_rows = max(1024, rows_per_step) if args.samples is None else args.samples
     if num_rows < rows_per_step:
         raise OptionError(
@@ -120,19 +111,17 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
     else:
         rows = read(run_flags, num_rows)
     cells = Cells.read(rows, rows_per_step, cp_sizes)
-    runs = [
-        StockRun.weigh("this run", flags, cells),
-        StockRun.weigh(against, other_flags, cells),
-    ]
-    return comparison(cells, *runs), numbers_by_sample(cells, runs)
+    run = StockRun.weigh("this run", flags, cells)
+    return comparison(cells, run, StockRun.weigh(other_flag, other_flags, cells))
 
 
-def _other_flags(flags: BatchFlags) -> str:
-    """The flags of the run to compare with, if the user names none."""
+def _others(flags: BatchFlags) -> tuple[str, BatchFlags]:
+    """The flag in which the run to compare with differs, and its flags."""
     if flags.context_parallel_size > 1:
-        return "--context-parallel-size 1"
+        return "--context-parallel-size 1", flags._replace(context_parallel_size=1)
     size = 2 * flags.micro_batch_size
-    return f"--micro-batch-size {1 if flags.global_batch_size % size else size}"
+    size = 1 if flags.global_batch_size % size else size
+    return f"--micro-batch-size {size}", flags._replace(micro_batch_size=size)
 
 
 def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:
@@ -173,11 +162,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     is_run = args.data is not None
     has_effect = {
         **dict.fromkeys(LISTS, args.lengths is not None),
-        **dict.fromkeys(("divisor", "levels", "empty", "modes", "plot"), not is_run),
-        **dict.fromkeys(("samples", "against"), is_run),
+        **dict.fromkeys(("divisor", "levels", "empty", "modes", "json", "plot"), not is_run),
+        "samples": is_run,
     }
     for name in has_effect:
-        if getattr(args, name) is not None and not has_effect[name]:
+        if getattr(args, name) and not has_effect[name]:
             source = "data" if is_run else sources[0]
             raise OptionError(
                 f"--{name} must stand beside another source than --{source}, got both. Remove one "
@@ -238,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
         "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
     )
     modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
+    modes.add_argument("--json", action="store_true", help="print a JSON object, not a text")
     modes.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     modes.add_argument(
         "--levels",
@@ -251,11 +241,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     stock = parser.add_argument_group("stock Megatron, with --data")
     stock.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")
-    stock.add_argument(
-        "--against",
-        metavar="FLAGS",
-        help="flags of the run to compare with (default: --context-parallel-size 1, or without "
-        "context parallelism twice the --micro-batch-size)",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object, not a text")
     return parser

@@ -2,7 +2,7 @@
 
 Stock Megatron divides a token's loss by the loss tokens of its part: its microbatch, or under
 context parallelism the tokens of it that one rank has. So its weights depend on the run's flags,
-and are compared between the run's own and others (``--against``).
+and are compared between the run's own and others.
 
 Suffixes: ``_S`` samples; ``_C`` cells, see `Cells`; ``_P`` parts of microbatches; ``_N`` steps;
 ``_T`` tokens of a row.
@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -275,27 +275,3 @@ def _fractions(cells: Cells, run: StockRun) -> Tensor:
     """Each cell's fraction of the sum of its step's weights, fp64 [cells]."""
     weight_C = run.weight_C * cells.tokens_C
     return weight_C / torch.bincount(cells.step_C, weight_C)[cells.step_C]
-
-
-def numbers_by_sample(cells: Cells, runs: Sequence[StockRun]) -> dict[str, Any]:
-    """The places of all samples, and by run the mean weight of their tokens, in full precision."""
-    places = zip(*(x.tolist() for x in (cells.step_S, cells.row_S, cells.tokens_S)), strict=True)
-    return {
-        "samples": [{"step": step, "row": row, "tokens": tokens} for step, row, tokens in places],
-        "runs": {
-            run.name: {
-                "relative_to_token_mean": _mean_weights(cells, run).tolist(),
-                "sum_of_weights": float(run.sum_N.mean()),
-                "empty_parts": run.empty_parts,
-                "formula": run.flags.formula,
-            }
-            for run in runs
-        },
-    }
-
-
-def _mean_weights(cells: Cells, run: StockRun) -> Tensor:
-    """The mean weight of each sample's tokens, fp64 [samples]; 0 for samples without tokens."""
-    weight_C = run.weight_C * cells.tokens_C
-    sum_S = torch.bincount(cells.sample_C, weight_C, minlength=len(cells.row_S))
-    return (sum_S / cells.tokens_S).nan_to_num(nan=0.0)

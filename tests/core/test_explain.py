@@ -170,21 +170,6 @@ def test_the_picture_has_every_mode_in_the_same_look_on_both_sides(monkeypatch):
     assert [*sample_mean.get_ydata()] == pytest.approx([100 / 3] * 3)
 
 
-def test_json_has_the_weights_of_every_sample_in_both_runs(capsys, tmp_path):
-    rows = write(tmp_path / "rows.txt", *FOUR, 0, 0, 2, 2)
-    numbers = json.loads(printed(capsys, "--data", rows, "--json", *RUN))
-    assert [list(sample.values()) for sample in numbers["samples"]] == [
-        [s // 4, s, tokens] for s, tokens in enumerate([*FOUR, 0, 0, 2, 2])
-    ]
-    # 16 / (2 * 4) and 16 / (2 * 12); in the second step 4 / (2 * 4), and a part without a token.
-    assert numbers["runs"].keys() == {"this run", "--micro-batch-size 4"}
-    stock, other = numbers["runs"].values()
-    assert stock["relative_to_token_mean"] == [2, 2, 16 / 24, 16 / 24, 0, 0, 0.5, 0.5]
-    assert other["relative_to_token_mean"] == [1, 1, 1, 1, 0, 0, 1, 1]
-    assert (stock["empty_parts"], other["empty_parts"]) == (1 / 4, 0)
-    assert stock["sum_of_weights"] == pytest.approx((1 + 0.5) / 2, rel=1e-14)
-
-
 ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
 EITHER = "OptionError: each sample must be an object with either 'length' or 'loss_mask', got "
 NUMBERS = "OptionError: a length must be a finite number >= 0, and a loss_mask a list of them, got "
@@ -224,6 +209,7 @@ BAD_ARGUMENTS = {
         "OptionError: --prompts must stand beside another source than --jsonl, got both. Remove"
     ),
     "--lengths 1 --samples 1": "OptionError: --samples must stand beside another source than --leng",
+    f"--data --json {ONE_ROW}": "OptionError: --json must stand beside another source than --data",
     f"--data --plot x {ONE_ROW}": "OptionError: --plot must stand beside another source than --data",
     f"--data --modes sum {ONE_ROW}": "OptionError: --modes must stand beside another source than --d",
     "": "OptionError: explain must have one source of samples, got none. Give one of --lengths, ",
@@ -238,9 +224,6 @@ BAD_ARGUMENTS = {
     ),
     "--data x -- pretrain_gpt.py --micro-batch-size 2": f"{SIZES}got 0 and 2. Give the run's own ",
     "--data x -- --micro-batch-size 2 --global-batch-size 3": f"{SIZES}got 3 and 2. Give the run's",
-    f"--data x --against=--global-batch-size=4 {ONE_ROW}": (
-        "OptionError: --against must keep the step of 1 rows, got --global-batch-size 4. Drop "
-    ),
     "--data": (
         "OptionError: explain --data must have the run's own flags after --, got none. Add them: "
     ),
@@ -300,7 +283,6 @@ BAD = [
     (CP2, '{"loss_mask": [1, 1, 1]}', SEQUENCE),
     (CP2, "4", LENGTH),
     (CP2, '{"length": 4}', LENGTH),
-    (f"--data PATH --against=--context-parallel-size=2 {ONE_ROW}", "4", LENGTH),
     (f"--data PATH {ONE_ROW} --global-batch-size 3", "4\n4", NO_ROWS.replace("1 r", "3 r")[:-42]),
 ]
 
@@ -404,12 +386,9 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
 
 def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path):
     path = write(tmp_path / "rows.jsonl", *ROWS)
-    run = ["--", "--micro-batch-size", "1", "--global-batch-size", "2", "--context-parallel-size=2"]
-    for against, exception in (
-        ("micro-batch-size=2", " but microbatch_mean"),
-        ("context-parallel-size=1", ""),
-    ):
-        out = printed(capsys, "--data", path, f"--against=--{against}", *run)
+    run = ["--", "--micro-batch-size", "1", "--global-batch-size", "2"]
+    for flags, exception in (([], " but microbatch_mean"), (["--context-parallel-size=2"], "")):
+        out = printed(capsys, "--data", path, *run, *flags)
         assert f"Every mode of --loss-aggregation{exception}\ngives a token the same weight" in out
 
 

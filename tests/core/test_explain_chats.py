@@ -84,7 +84,9 @@ REFUSED = {
         "DataError: the chat template must write a turn alike whatever follows it, got another "
         "text for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
     ),
-    "plain": "OptionError: --tokenizer must have a chat template, got none in FOLDER/plain. Name",
+    "plain": (
+        "OptionError: --tokenizer must have a chat template for these messages, got ValueError: "
+    ),
     "nowhere": (
         "OptionError: --tokenizer must name a tokenizer that transformers can load, got "
         "FOLDER/nowhere ("
