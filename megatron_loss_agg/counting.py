@@ -52,8 +52,6 @@ class Samples:
     """int64 [samples] by unit, such as ``ids["prompt"]``; of units that every microbatch has."""
     active_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]: positions with a nonzero mask."""
-    elements: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [microbatches]: elements of the mask."""
     routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]; -1 where not given."""
     _groups: dict[Unit, Groups] = field(default_factory=dict, init=False, repr=False)
@@ -67,11 +65,6 @@ class Samples:
     def model_tokens(self) -> Tensor:
         """int64 [microbatches], as Megatron counts them: routed tokens, or else active ones."""
         return torch.where(self.routed_tokens < 0, self.active_tokens, self.routed_tokens)
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [microbatches], as routers see them: routed tokens, or else elements."""
-        return torch.where(self.routed_tokens < 0, self.elements, self.routed_tokens)
 
     @cached_property
     def totals(self) -> Totals:
@@ -91,7 +84,6 @@ class Samples:
             accepted_tokens=accepted,
             active_tokens=int(self.active_tokens.sum()),
             model_tokens=int(self.model_tokens.sum()),
-            positions=int(self.positions.sum()),
             rejected_samples=rejected_samples,
         )
 
@@ -150,7 +142,6 @@ class Totals(NamedTuple):
     accepted_tokens: float  # without those of rejected samples
     active_tokens: int  # positions with a nonzero mask
     model_tokens: int
-    positions: int
     rejected_samples: int
 
 
@@ -162,7 +153,6 @@ class StepCounts(NamedTuple):
     all_tokens: float  # with them
     active_tokens: int | None  # positions with a nonzero mask; None in a plan from mask sums
     model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
-    positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
     all_samples: int
     rejected_samples: int
@@ -218,7 +208,6 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
         microbatch=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes).long()),
         ids=ids,
         active_tokens=torch.tensor(active, dtype=torch.int64),
-        elements=torch.tensor([m.loss_mask.numel() for m in microbatches], dtype=torch.int64),
         routed_tokens=torch.tensor(routed, dtype=torch.int64),
     )
 
@@ -284,7 +273,6 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         all_tokens=totals.tokens,
         active_tokens=totals.active_tokens,
         model_tokens=totals.model_tokens,
-        positions=totals.positions,
         microbatches=samples.microbatches,
         all_samples=len(samples.mask_sum),
         rejected_samples=totals.rejected_samples,

@@ -84,7 +84,7 @@ class Columns:
             names: units with ids on every rank whose names are the user's own.
         """
         most, least = Header(*headers.amax(0).tolist()), Header(*headers.amin(0).tolist())
-        microbatch_names = ["num_samples", "active_tokens", "elements"]
+        microbatch_names = ["num_samples", "active_tokens"]
         microbatch_names += ["routed_tokens"] if most.has_routed_tokens else []
         microbatch_names += ["num_holders", "number"] if most.has_cp_sizes else []
         sample_names = ["mask_sum"]
@@ -174,7 +174,7 @@ class RankTable:
         return Header(
             terms=terms_hash,
             has_masks_by_term=has_masks_by_term,
-            num_microbatches=len(samples.elements[self.sent_microbatches]),
+            num_microbatches=len(samples.active_tokens[self.sent_microbatches]),
             num_samples=len(samples.mask_sum[self.sent_samples]),
             has_weights=bool((samples.weight != 1).any()),
             has_rejected=bool(samples.rejected.any()),
@@ -369,6 +369,5 @@ def _samples_from(values: Mapping[str, Tensor]) -> Samples:
         microbatch=torch.arange(len(num_samples_M)).repeat_interleave(num_samples_M),
         ids={x.removesuffix("_ids"): values[x] for x in values if x.endswith("_ids")},
         active_tokens=active_tokens,
-        elements=values["elements"],
         routed_tokens=values["routed_tokens"],
     )

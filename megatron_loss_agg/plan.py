@@ -81,11 +81,9 @@ class StepPlan:
     rows_S: slice | Tensor
     """Rows of this rank's samples in that table; see `sample_rows`."""
     shapes: Sequence[MicrobatchShape] = ()
-    """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next three."""
+    """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next two."""
     model_tokens: Sequence[int] = ()
     """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
-    positions: Sequence[int] = ()
-    """Tokens of each microbatch that routers see: its routed tokens, or its mask's elements."""
     sequences: Sequence[Sequences | None] = ()
     """Token sequences of each microbatch with losses by sample."""
     microbatches: Sequence[Microbatch] = ()
@@ -189,7 +187,6 @@ class StepPlan:
             counts=plan.counts._replace(active_tokens=None),
             shapes=(),
             model_tokens=(),
-            positions=(),
             sequences=(),
             microbatches=(),
         )
@@ -468,7 +465,6 @@ def _plan_term(agg: LossAggregation, table: StepTable, is_evaluation: bool) -> S
         rows_S=rows_S,
         shapes=rank_table.shapes,
         model_tokens=rank_table.samples.model_tokens.tolist(),
-        positions=rank_table.samples.positions.tolist(),
         sequences=rank_table.sequences,
         microbatches=rank_table.microbatches,
         samples=samples,
