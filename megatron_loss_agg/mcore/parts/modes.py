@@ -92,9 +92,6 @@ class ModeReports(Extension):
             pair = aggregated_pair(call, plan, part)
             microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
 
-    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
-        return {"also": ", ".join(x.label for x in self._aggregations)}
-
 
 def also_aggregations(
     also: Sequence[str | LossAggregation], terms: Mapping[str, Term]
