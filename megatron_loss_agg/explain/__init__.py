@@ -25,12 +25,7 @@ from megatron_loss_agg.explain.samples import (
 )
 from megatron_loss_agg.explain.shares import ALL_MODES, shares_by_mode
 from megatron_loss_agg.explain.show import draw, tables
-from megatron_loss_agg.explain.stock import (
-    BatchFlags,
-    Cells,
-    StockRun,
-    comparison,
-)
+from megatron_loss_agg.explain.stock import BatchFlags, Cells, StockRun, in_words
 from megatron_loss_agg.microbatch import Microbatch
 
 __all__ = ["main"]
@@ -84,14 +79,13 @@ def _explain_step(args: argparse.Namespace) -> str:
 
 
 def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> str:
-    """Weigh the tokens of a run's data as stock Megatron does, with its flags and with others."""
+    """Weigh the tokens of a run's data as stock Megatron does."""
     if not run_flags:
         raise OptionError(
             "explain --data must have the run's own flags after --, got none. Add them: at least "
             "-- --micro-batch-size N --global-batch-size N."
         )
     flags = BatchFlags.parse(run_flags)
-    other_flag, other_flags = _others(flags)
     rows_per_step = flags.global_batch_size
     num_rows = max(1024, rows_per_step) if args.samples is None else args.samples
     if num_rows < rows_per_step:
@@ -104,24 +98,14 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
             f"--chats needs the length of a row, got --seq-length {flags.seq_length}. Add "
             "--seq-length after --."
         )
-    cp_sizes = {flags.context_parallel_size, other_flags.context_parallel_size}
+    cp_size = flags.context_parallel_size
     if args.data or args.chats:
         lines = islice(_lines(args, flags.seq_length), num_rows)
-        rows = read_rows(lines, is_split=max(cp_sizes) > 1)
+        rows = read_rows(lines, is_split=cp_size > 1)
     else:
         rows = read(run_flags, num_rows)
-    cells = Cells.read(rows, rows_per_step, cp_sizes)
-    run = StockRun.weigh("this run", flags, cells)
-    return comparison(cells, run, StockRun.weigh(other_flag, other_flags, cells))
-
-
-def _others(flags: BatchFlags) -> tuple[str, BatchFlags]:
-    """The flag in which the run to compare with differs, and its flags."""
-    if flags.context_parallel_size > 1:
-        return "--context-parallel-size 1", flags._replace(context_parallel_size=1)
-    size = 2 * flags.micro_batch_size
-    size = 1 if flags.global_batch_size % size else size
-    return f"--micro-batch-size {size}", flags._replace(micro_batch_size=size)
+    cells = Cells.read(rows, rows_per_step, cp_size)
+    return in_words(cells, StockRun.weigh(flags, cells))
 
 
 def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:

@@ -329,7 +329,7 @@ def test_the_guide_shows_what_is_printed(capsys, tmp_path):
     for args in (step, ["--data", path, *RUN]):
         out = printed(capsys, *args)
         assert f"```text\n{out}```\n" in GUIDE
-    assert "25.0 % of the weight moves to other" in out and "0.67 to 2.00 times" in out
+    assert "25.0 % of the weight is on other" in out and "0.67 to 2.00 times" in out
 
 
 # Two steps of two rows on two context-parallel ranks, which hold the first and last quarter of a
@@ -379,17 +379,8 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
     out = printed(capsys, "--data", path, "--", *run)
     assert out.startswith("Stock Megatron gives a token 0.50 times its weight in token_mean.\n")
     assert "\nIts weights add up to 0.50 in a step, where those of a mean add up to 1:\n" in out
-    assert "\n            this run            0.50       50.0 %\n" in out
-    assert "\n--micro-batch-size 2            1.00        0.0 %\n" in out
-    assert "with --micro-batch-size 2:\n0.0 % of the weight moves to other" in out
-
-
-def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path):
-    path = write(tmp_path / "rows.jsonl", *ROWS)
-    run = ["--", "--micro-batch-size", "1", "--global-batch-size", "2"]
-    for flags, exception in (([], " but microbatch_mean"), (["--context-parallel-size=2"], "")):
-        out = printed(capsys, "--data", path, *run, *flags)
-        assert f"Every mode of --loss-aggregation{exception}\ngives a token the same weight" in out
+    assert "\n50.0 % of the parts (microbatches on one context-parallel rank)\n" in out
+    assert "\n0.0 % of the weight is on other tokens" in out
 
 
 def test_the_formula_without_numbers_is_that_of_the_docstring():
