@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -66,27 +65,6 @@ class Samples:
         """int64 [microbatches], as Megatron counts them: routed tokens, or else active ones."""
         return torch.where(self.routed_tokens < 0, self.active_tokens, self.routed_tokens)
 
-    @cached_property
-    def totals(self) -> Totals:
-        """Sums over the table, which all terms with these masks share."""
-        num_routed = int((self.routed_tokens >= 0).sum())
-        if num_routed not in (0, self.microbatches):
-            raise DataError(
-                f"all microbatches of a step must have routed_tokens, or none, got {num_routed} of "
-                f"{self.microbatches}. Give each Microbatch its own."
-            )
-        rejected_samples = int(self.rejected.sum())
-        tokens = float(self.mask_sum.sum())
-        # Without rejected samples the sums are the same to the last bit.
-        accepted = float(self.mask_sum[~self.rejected].sum()) if rejected_samples else tokens
-        return Totals(
-            tokens=tokens,
-            accepted_tokens=accepted,
-            active_tokens=int(self.active_tokens.sum()),
-            model_tokens=int(self.model_tokens.sum()),
-            rejected_samples=rejected_samples,
-        )
-
     def copied(self) -> Samples:
         """A copy with a copy of every tensor."""
         tensors: Any = {k: x.clone() for k, x in vars(self).items() if isinstance(x, Tensor)}
@@ -133,16 +111,6 @@ class Groups(NamedTuple):
     def sums(self, x_S: Tensor) -> Tensor:
         """The sum over each group, in the dtype of ``x_S``: [groups]."""
         return x_S.new_zeros(len(self.ids_G)).index_add_(0, self.group_S, x_S)
-
-
-class Totals(NamedTuple):
-    """Sums over all samples and microbatches of a table."""
-
-    tokens: float  # sum of all masks
-    accepted_tokens: float  # without those of rejected samples
-    active_tokens: int  # positions with a nonzero mask
-    model_tokens: int
-    rejected_samples: int
 
 
 class StepCounts(NamedTuple):
@@ -256,9 +224,18 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
     Raises:
         DataError: only some of the microbatches have ``routed_tokens``.
     """
-    totals = samples.totals
-    is_skipping = agg.rejected == "skip" and totals.rejected_samples > 0
+    num_routed = int((samples.routed_tokens >= 0).sum())
+    if num_routed not in (0, samples.microbatches):
+        raise DataError(
+            f"all microbatches of a step must have routed_tokens, or none, got {num_routed} of "
+            f"{samples.microbatches}. Give each Microbatch its own."
+        )
+    rejected_samples = int(samples.rejected.sum())
+    is_skipping = agg.rejected == "skip" and rejected_samples > 0
     mask_S, counts_S = without_skipped(agg, samples)
+    tokens = float(samples.mask_sum.sum())
+    # Without rejected samples the sums are the same to the last bit.
+    accepted = float(samples.mask_sum[~samples.rejected].sum()) if rejected_samples else tokens
 
     def number(unit: Unit) -> int | None:
         if unit not in samples.ids:
@@ -268,14 +245,14 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         return int((groups.sums(counts_S) > 0).sum()) if is_skipping else len(groups.ids_G)
 
     return StepCounts(
-        tokens=float(mask_S.sum()) if is_skipping else totals.tokens,
-        accepted_tokens=totals.accepted_tokens,
-        all_tokens=totals.tokens,
-        active_tokens=totals.active_tokens,
-        model_tokens=totals.model_tokens,
+        tokens=float(mask_S.sum()) if is_skipping else tokens,
+        accepted_tokens=accepted,
+        all_tokens=tokens,
+        active_tokens=int(samples.active_tokens.sum()),
+        model_tokens=int(samples.model_tokens.sum()),
         microbatches=samples.microbatches,
         all_samples=len(samples.mask_sum),
-        rejected_samples=totals.rejected_samples,
+        rejected_samples=rejected_samples,
         samples=int(counts_S.sum()) if is_skipping else len(counts_S),
         rollouts=number("rollout"),
         prompts=number("prompt"),
