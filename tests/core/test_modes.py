@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_loss_agg import Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
 from megatron_loss_agg.counting import Samples
 from megatron_loss_agg.describe import counts_in_words
 from tests.core.meaning import (
@@ -270,6 +270,11 @@ def test_mask_sums_and_their_ids_may_have_any_form(ids):
     assert [*plan.coefficients(0).tolist(), *plan.coefficients(1).tolist()] == expected
     wide = StepPlan.from_mask_sums(aggregation("token_mean"), [2.0**24 + 1, 1.0])
     assert wide.counts.tokens == 2**24 + 2  # summed in fp64
+
+
+def test_a_preset_differs_from_its_mode():
+    # The terms are the key under which the words that ranks compare are cached.
+    assert LossAggregation.preset("verl/token-mean") != LossAggregation(mode="token_mean")
 
 
 def test_strings_are_hashed_alike_everywhere():
