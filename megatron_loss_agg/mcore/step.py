@@ -91,18 +91,12 @@ class Verified:
     def add_run(self, call: Call) -> None:
         self._runs.setdefault(call.chunks[0], set()).add(call.trains)
 
-    def split_is_open(self, call: Call) -> bool:
-        """Whether the compared tokens fit several splits, or none were compared.
-
-        So it is after a step of padding alone; and under dynamic context parallelism while one rank
-        held each pack.
-        """
-        if self.splits is None:
-            return torch.distributed.get_world_size(call.groups.split_group) > 1
-        return len(self.splits) > 1
-
     def split_matters(self, call: Call) -> bool:
-        """Whether a step may depend on a split that was not verified."""
+        """Whether a step may depend on a split that was not verified.
+
+        So it is also after a step of padding alone; and under dynamic context parallelism while one
+        rank held each pack.
+        """
         is_split = torch.distributed.get_world_size(call.groups.split_group) > 1
         return is_split and self.splits != {call.split}
 
@@ -230,7 +224,7 @@ class Step:
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if call.trains and (self.is_first or hook.audit):
             hook.measure_scaling(call, self.is_first)
-        if self.is_first or verified.split_is_open(call):
+        if self.is_first or verified.split_matters(call):
             self.tokens = TokenNotes(self.is_first, verified.splits)
 
     def _plan(self, call: Call) -> Plans | None:
