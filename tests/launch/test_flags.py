@@ -152,8 +152,8 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
         with pytest.raises(OptionError, match=f"^{name} is not a setting .*Write one of "):
             hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
-    with pytest.raises(OptionError, match=r"^--loss-aggregation-mask was removed: .*\. Compute"):
-        hook_from_args(argparse.Namespace(loss_aggregation="sum", loss_aggregation_mask="batch"))
+    with pytest.raises(OptionError, match=r"^--loss-aggregation-moe was removed: .*\. Write"):
+        hook_from_args(argparse.Namespace(loss_aggregation="sum", loss_aggregation_moe="whole"))
 
 
 LOOP = {"aggregate_evaluation": True, "prefetch": True}
