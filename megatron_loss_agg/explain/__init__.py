@@ -1,7 +1,7 @@
 """``python -m megatron_loss_agg explain``: the weight of each sample of a step.
 
 Samples come from lists, from a file, or from the data of a run; they are weighed by every mode, or
-with ``--data`` by stock Megatron; the answer is a text, a JSON object, and a picture.
+with ``--data`` by stock Megatron. The answer is a text; of a step also a JSON object, and a picture.
 """
 
 from __future__ import annotations

@@ -514,7 +514,7 @@ def _total(call: Call, output: Any, script: ScriptLosses, sums: Mapping[str, Ten
         # the model's output, since the gradient of a loss that is NaN may be NaN times 0.
         losses = next(iter(script.terms.values())).losses
         dtype = at_least_fp32(losses.dtype)
-        outputs = tensors_in(output) or [losses]
+        outputs = [x for x in tensors_in(output) if x.requires_grad] or [losses]
         return torch.stack([x.flatten()[:0].sum(dtype=dtype) for x in outputs]).sum()
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
