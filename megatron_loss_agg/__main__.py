@@ -62,7 +62,7 @@ def _install(command: list[str], cpu: bool) -> FlagUse:
     """Install the plugin for a script and its flags; with ``cpu``, Megatron runs without a GPU.
 
     Raises:
-        OptionError: there is no such script, or ``--cpu`` stands behind it.
+        OptionError: there is no such script.
         AggregationError: as `install`.
     """
     script, *script_args = command
@@ -77,7 +77,6 @@ def _install(command: list[str], cpu: bool) -> FlagUse:
     from megatron_loss_agg.launch.effect import FlagUse
     from megatron_loss_agg.launch.install import install
 
-    flags.check_place_of_cpu(Path(script), script_args)
     use = FlagUse(script_args)
     prepare_parser = flags.add_arguments
     if cpu:

@@ -26,9 +26,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from difflib import get_close_matches
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
@@ -111,7 +110,7 @@ class LossAggregation:
     """
     function: Callable[..., Any] | None = field(default=None, hash=False)
     """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
-    name: str | None = field(default=None, compare=False, repr=False)
+    name: str | None = field(default=None, repr=False)
     """The `label`, if not the mode; `preset` sets it to the preset's name."""
 
     def __post_init__(self) -> None:
@@ -413,21 +412,10 @@ def _advice_on_mode(name: object) -> str:
     """Advice on an unknown mode."""
     if name in PRESETS:
         return f"It is a preset: write LossAggregation.preset({name!r})."
-    hint = _did_you_mean(name, MODES)
-    return f"{hint}Choose one of {', '.join(MODES)} (mode=, or --loss-aggregation)."
+    return f"Choose one of {', '.join(MODES)} (mode=, or --loss-aggregation)."
 
 
 def _advice_on_preset(name: str) -> str:
     """Advice on an unknown preset."""
-    system, _, preset = name.partition("/")
-    presets = presets_of(system)
-    if not presets:
-        return f"Choose one of {', '.join(f'{x}/...' for x in SYSTEMS)} (--loss-aggregation)."
-    hint = _did_you_mean(name, presets) if preset else ""
-    return f"{hint}Choose one of {', '.join(presets)} (--loss-aggregation)."
-
-
-def _did_you_mean(name: object, names: Iterable[str]) -> str:
-    """A sentence with the nearest of ``names``; empty if none is near."""
-    near = get_close_matches(str(name), names, n=1)
-    return f"Did you mean {near[0]!r}? " if near else ""
+    choices = presets_of(name.partition("/")[0]) or [f"{x}/..." for x in SYSTEMS]
+    return f"Choose one of {', '.join(choices)} (--loss-aggregation)."

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -52,12 +51,8 @@ class Samples:
     """int64 [samples] by unit, such as ``ids["prompt"]``; of units that every microbatch has."""
     active_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]: positions with a nonzero mask."""
-    elements: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [microbatches]: elements of the mask."""
     routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]; -1 where not given."""
-    is_evaluation: bool = False
-    """In an evaluation a data set that has no weight in `dataset_weights` has weight 1."""
     _groups: dict[Unit, Groups] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -69,33 +64,6 @@ class Samples:
     def model_tokens(self) -> Tensor:
         """int64 [microbatches], as Megatron counts them: routed tokens, or else active ones."""
         return torch.where(self.routed_tokens < 0, self.active_tokens, self.routed_tokens)
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [microbatches], as routers see them: routed tokens, or else elements."""
-        return torch.where(self.routed_tokens < 0, self.elements, self.routed_tokens)
-
-    @cached_property
-    def totals(self) -> Totals:
-        """Sums over the table, which all terms with these masks share."""
-        num_routed = int((self.routed_tokens >= 0).sum())
-        if num_routed not in (0, self.microbatches):
-            raise DataError(
-                f"all microbatches of a step must have routed_tokens, or none, got {num_routed} of "
-                f"{self.microbatches}. Give each Microbatch its own."
-            )
-        rejected_samples = int(self.rejected.sum())
-        tokens = float(self.mask_sum.sum())
-        # Without rejected samples the sums are the same to the last bit.
-        accepted = float(self.mask_sum[~self.rejected].sum()) if rejected_samples else tokens
-        return Totals(
-            tokens=tokens,
-            accepted_tokens=accepted,
-            active_tokens=int(self.active_tokens.sum()),
-            model_tokens=int(self.model_tokens.sum()),
-            positions=int(self.positions.sum()),
-            rejected_samples=rejected_samples,
-        )
 
     def copied(self) -> Samples:
         """A copy with a copy of every tensor."""
@@ -145,17 +113,6 @@ class Groups(NamedTuple):
         return x_S.new_zeros(len(self.ids_G)).index_add_(0, self.group_S, x_S)
 
 
-class Totals(NamedTuple):
-    """Sums over all samples and microbatches of a table."""
-
-    tokens: float  # sum of all masks
-    accepted_tokens: float  # without those of rejected samples
-    active_tokens: int  # positions with a nonzero mask
-    model_tokens: int
-    positions: int
-    rejected_samples: int
-
-
 class StepCounts(NamedTuple):
     """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
 
@@ -164,7 +121,6 @@ class StepCounts(NamedTuple):
     all_tokens: float  # with them
     active_tokens: int | None  # positions with a nonzero mask; None in a plan from mask sums
     model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
-    positions: int  # as routers see them: routed tokens, or else elements of masks
     microbatches: int
     all_samples: int
     rejected_samples: int
@@ -188,14 +144,11 @@ class Sequences:
         return cls(microbatch.shape, sums_by_sample([microbatch]))
 
 
-def read_samples(
-    microbatches: Sequence[Microbatch], units: Sequence[Unit], is_evaluation: bool = False
-) -> Samples:
+def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> Samples:
     """The samples of this rank's microbatches, which are on the CPU.
 
     Args:
         units: ids of these units are read if every microbatch with samples has them.
-        is_evaluation: see `Samples.is_evaluation`.
 
     Raises:
         DataError: bad masks, offsets or sample weights.
@@ -223,9 +176,7 @@ def read_samples(
         microbatch=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes).long()),
         ids=ids,
         active_tokens=torch.tensor(active, dtype=torch.int64),
-        elements=torch.tensor([m.loss_mask.numel() for m in microbatches], dtype=torch.int64),
         routed_tokens=torch.tensor(routed, dtype=torch.int64),
-        is_evaluation=is_evaluation,
     )
 
 
@@ -273,9 +224,18 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
     Raises:
         DataError: only some of the microbatches have ``routed_tokens``.
     """
-    totals = samples.totals
-    is_skipping = agg.rejected == "skip" and totals.rejected_samples > 0
+    num_routed = int((samples.routed_tokens >= 0).sum())
+    if num_routed not in (0, samples.microbatches):
+        raise DataError(
+            f"all microbatches of a step must have routed_tokens, or none, got {num_routed} of "
+            f"{samples.microbatches}. Give each Microbatch its own."
+        )
+    rejected_samples = int(samples.rejected.sum())
+    is_skipping = agg.rejected == "skip" and rejected_samples > 0
     mask_S, counts_S = without_skipped(agg, samples)
+    tokens = float(samples.mask_sum.sum())
+    # Without rejected samples the sums are the same to the last bit.
+    accepted = float(samples.mask_sum[~samples.rejected].sum()) if rejected_samples else tokens
 
     def number(unit: Unit) -> int | None:
         if unit not in samples.ids:
@@ -285,15 +245,14 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
         return int((groups.sums(counts_S) > 0).sum()) if is_skipping else len(groups.ids_G)
 
     return StepCounts(
-        tokens=float(mask_S.sum()) if is_skipping else totals.tokens,
-        accepted_tokens=totals.accepted_tokens,
-        all_tokens=totals.tokens,
-        active_tokens=totals.active_tokens,
-        model_tokens=totals.model_tokens,
-        positions=totals.positions,
+        tokens=float(mask_S.sum()) if is_skipping else tokens,
+        accepted_tokens=accepted,
+        all_tokens=tokens,
+        active_tokens=int(samples.active_tokens.sum()),
+        model_tokens=int(samples.model_tokens.sum()),
         microbatches=samples.microbatches,
         all_samples=len(samples.mask_sum),
-        rejected_samples=totals.rejected_samples,
+        rejected_samples=rejected_samples,
         samples=int(counts_S.sum()) if is_skipping else len(counts_S),
         rollouts=number("rollout"),
         prompts=number("prompt"),
@@ -313,10 +272,15 @@ def without_skipped(agg: LossAggregation, samples: Samples) -> tuple[Tensor, Ten
     return samples.mask_sum.masked_fill(is_skipped_S, 0.0), (~is_skipped_S).double()
 
 
-def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]:
+def coefficients(
+    agg: LossAggregation, samples: Samples, is_evaluation: bool = False
+) -> tuple[Tensor, float]:
     """``c_s`` of the samples of all ranks, fp64 [samples]; and ``N_across`` (or ``V_across``).
 
     A sample that is rejected, or has no active token, has the coefficient 0.
+
+    Args:
+        is_evaluation: a data set without a weight in `dataset_weights` has weight 1.
 
     Raises:
         DataError: a group with two parents, or coefficients that fp32 cannot hold. All ranks raise
@@ -328,7 +292,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
         _check_range(c_S)
         return c_S, 1.0
     mask_S, counts_S = without_skipped(agg, samples)
-    v_S = _sample_weights(agg, samples)
+    v_S = _sample_weights(agg, samples, is_evaluation)
     groups = {unit: samples.groups(unit) for unit in agg.units}
 
     def is_counted_G(unit: Unit) -> Tensor:
@@ -381,7 +345,7 @@ def coefficients(agg: LossAggregation, samples: Samples) -> tuple[Tensor, float]
     return c_S, across
 
 
-def _sample_weights(agg: LossAggregation, samples: Samples) -> Tensor:
+def _sample_weights(agg: LossAggregation, samples: Samples, is_evaluation: bool) -> Tensor:
     """``v_s``, with the weight of the sample's data set."""
     weights = agg.dataset_weights
     if weights is None:
@@ -389,7 +353,7 @@ def _sample_weights(agg: LossAggregation, samples: Samples) -> Tensor:
     datasets = samples.groups("dataset")
     ids = datasets.ids_G.tolist()
     missing = [d for d in ids if d not in weights]
-    if samples.is_evaluation:
+    if is_evaluation:
         # Validation data have a blend of their own, which may have further data sets.
         weights = {**weights, **dict.fromkeys(missing, 1.0)}
     elif missing:

@@ -84,7 +84,7 @@ class Columns:
             names: units with ids on every rank whose names are the user's own.
         """
         most, least = Header(*headers.amax(0).tolist()), Header(*headers.amin(0).tolist())
-        microbatch_names = ["num_samples", "active_tokens", "elements"]
+        microbatch_names = ["num_samples", "active_tokens"]
         microbatch_names += ["routed_tokens"] if most.has_routed_tokens else []
         microbatch_names += ["num_holders", "number"] if most.has_cp_sizes else []
         sample_names = ["mask_sum"]
@@ -127,7 +127,6 @@ class RankTable:
         microbatches: those of one term, or of all terms that share masks.
         units: ids of these units are read if every microbatch with samples has them.
         rank, num_ranks: in the process group of the exchange.
-        is_evaluation: see `Samples.is_evaluation`.
 
     Raises:
         DataError: bad masks, offsets or sample weights; or a ``local_cp_size`` of more ranks than
@@ -140,12 +139,11 @@ class RankTable:
         units: Sequence[Unit],
         rank: int = 0,
         num_ranks: int = 1,
-        is_evaluation: bool = False,
     ) -> None:
         self.microbatches = microbatches
         self.rank, self._num_ranks = rank, num_ranks
         on_cpu = brought_to_cpu(microbatches)
-        self.samples = read_samples(on_cpu, units, is_evaluation)
+        self.samples = read_samples(on_cpu, units)
         self.shapes: list[MicrobatchShape] = [m.shape for m in on_cpu]
         self.sequences = [
             None if m.sequences is None else Sequences.of(m.sequences) for m in on_cpu
@@ -176,7 +174,7 @@ class RankTable:
         return Header(
             terms=terms_hash,
             has_masks_by_term=has_masks_by_term,
-            num_microbatches=len(samples.elements[self.sent_microbatches]),
+            num_microbatches=len(samples.active_tokens[self.sent_microbatches]),
             num_samples=len(samples.mask_sum[self.sent_samples]),
             has_weights=bool((samples.weight != 1).any()),
             has_rejected=bool(samples.rejected.any()),
@@ -224,7 +222,6 @@ class StepTable:
     rank_table: RankTable
     microbatch_rows: Tensor  # int64 [microbatches of the rank]
     sample_rows: slice | Tensor  # int64 [samples of the rank], where they are no slice
-    has_shared_microbatches: bool = False  # several ranks hold some microbatch
 
     @classmethod
     def from_one_rank(cls, table: RankTable) -> StepTable:
@@ -313,12 +310,11 @@ def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
         name: sample_block[:, c].masked_select(is_sample)
         for c, name in enumerate(columns.sample_names)
     }
-    samples = _samples_from(values, table.samples.is_evaluation)
+    samples = _samples_from(values)
     if columns.has_cp_sizes:
         columns_M = (values[x] for x in ("num_holders", "number", "num_samples"))
         rows_M, rows_S = table.held.rows(is_microbatch.nonzero()[:, 0], *columns_M)
-        has_shared = bool((values["num_holders"] > 1).any())
-        return StepTable(samples, table, rows_M, rows_S, has_shared)
+        return StepTable(samples, table, rows_M, rows_S)
     first_M, first_S = (int(x[: table.rank].sum()) for x in (is_microbatch, num_samples_R))
     return StepTable(
         samples,
@@ -356,7 +352,7 @@ def _gather_table(table: RankTable, headers: Tensor, group: dist.ProcessGroup) -
         return joined(rows, columns, table)
 
 
-def _samples_from(values: Mapping[str, Tensor], is_evaluation: bool) -> Samples:
+def _samples_from(values: Mapping[str, Tensor]) -> Samples:
     """The table of all ranks' samples, from the values of each column that was sent."""
     num_samples_M, active_tokens = values["num_samples"], values["active_tokens"]
     mask_sum = values["mask_sum"].view(torch.float64)
@@ -373,7 +369,5 @@ def _samples_from(values: Mapping[str, Tensor], is_evaluation: bool) -> Samples:
         microbatch=torch.arange(len(num_samples_M)).repeat_interleave(num_samples_M),
         ids={x.removesuffix("_ids"): values[x] for x in values if x.endswith("_ids")},
         active_tokens=active_tokens,
-        elements=values["elements"],
         routed_tokens=values["routed_tokens"],
-        is_evaluation=is_evaluation,
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import Microbatch, checked_by_sample
+from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.tensors import described
 
 
@@ -23,28 +23,27 @@ def microbatches_from(mask_sums: Any, ids: Any, by_sample: Mapping[str, Any]) ->
     Raises:
         DataError: no vectors, or values that do not fit them.
     """
-    has_list = _is_list_of_vectors(mask_sums)
-    vectors = [_vector(x) for x in (mask_sums if has_list else [mask_sums])]
-    sizes = [len(x) for x in vectors]
-
-    def entries(name: str, values: Any) -> list[Any]:
-        return _entries(name, values if has_list else [values], sizes)
-
-    columns = {name: entries(name, x) for name, x in by_sample.items() if x is not None}
-    ids_by_unit = {u: entries(f"{u}_ids", x) for u, x in _checked_mapping(ids).items()}
+    if ids is not None and not isinstance(ids, Mapping):
+        raise DataError(
+            f"ids must be a mapping by unit, got a {type(ids).__name__}. Give {{unit: ids}}."
+        )
+    fields = {name: x for name, x in by_sample.items() if x is not None}
+    named_ids = dict(ids or {})
+    is_list = isinstance(mask_sums, (list, tuple)) and not any(map(_is_number, mask_sums))
+    if not is_list:  # one microbatch, whose values are in no list either
+        mask_sums = [mask_sums]
+        fields = {name: [x] for name, x in fields.items()}
+        named_ids = {unit: [x] for unit, x in named_ids.items()}
+    for name, values in (*fields.items(), *((f"{u}_ids", x) for u, x in named_ids.items())):
+        _check_number(name, values, len(mask_sums))
     return [
         Microbatch(
-            vector.unsqueeze(1),
-            ids={unit: column[i] for unit, column in ids_by_unit.items()},
-            **{name: column[i] for name, column in columns.items()},
+            _vector(sums).unsqueeze(1),
+            ids={unit: values[i] for unit, values in named_ids.items()},
+            **{name: values[i] for name, values in fields.items()},
         )
-        for i, vector in enumerate(vectors)
+        for i, sums in enumerate(mask_sums)
     ]
-
-
-def _is_list_of_vectors(mask_sums: Any) -> bool:
-    """Whether there is a vector for each microbatch. An empty list is a rank without any."""
-    return isinstance(mask_sums, (list, tuple)) and not any(_is_number(x) for x in mask_sums)
 
 
 def _vector(mask_sums: Any) -> Tensor:
@@ -57,24 +56,14 @@ def _vector(mask_sums: Any) -> Tensor:
     return vector
 
 
-def _checked_mapping(ids: Any) -> Mapping[str, Any]:
-    if ids is not None and not isinstance(ids, Mapping):
-        raise DataError(
-            f"ids must be a mapping by unit, got a {type(ids).__name__}. Give {{unit: ids}}."
-        )
-    return ids or {}
-
-
-def _entries(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
-    """The entry of each microbatch, checked."""
-    is_list = isinstance(values, (list, tuple))
-    if not is_list or len(values) != len(sizes):
+def _check_number(name: str, values: Any, number: int) -> None:
+    if not isinstance(values, (list, tuple)) or len(values) != number:
+        is_list = isinstance(values, (list, tuple))
         got = f"{len(values)} entries" if is_list else described(values)
         raise DataError(
-            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, "
-            f"got {got}. Give a list like that of mask_sums."
+            f"{name} must have one entry for each of the {number} microbatches of mask_sums, got "
+            f"{got}. Give a list like that of mask_sums."
         )
-    return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
 
 
 def _is_number(x: object) -> bool:

@@ -80,14 +80,10 @@ class StepPlan:
     """Row of each of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
     rows_S: slice | Tensor
     """Rows of this rank's samples in that table; see `sample_rows`."""
-    has_shared_microbatches: bool = False
-    """Whether several ranks hold a microbatch of the step; see `Microbatch.local_cp_size`."""
     shapes: Sequence[MicrobatchShape] = ()
-    """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next three."""
+    """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next two."""
     model_tokens: Sequence[int] = ()
     """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
-    positions: Sequence[int] = ()
-    """Tokens of each microbatch that routers see: its routed tokens, or its mask's elements."""
     sequences: Sequence[Sequences | None] = ()
     """Token sequences of each microbatch with losses by sample."""
     microbatches: Sequence[Microbatch] = ()
@@ -191,7 +187,6 @@ class StepPlan:
             counts=plan.counts._replace(active_tokens=None),
             shapes=(),
             model_tokens=(),
-            positions=(),
             sequences=(),
             microbatches=(),
         )
@@ -396,22 +391,21 @@ def plan_step(
 
     Args:
         units: the ids to read, see `aggregation.units_read`.
-        is_evaluation: data sets may lack a weight.
+        is_evaluation: see `coefficients`.
     """
     with failing_in_exchange(group):
         items = listed(microbatches)
-        tables = _read_tables(terms, units, items, group, copies, is_evaluation)
-    labels = tuple(term.aggregation.label for term in terms.values())
-    step_tables = exchange(_in_words(tuple(terms.items()), labels), tables, group)
-    return {name: _plan_term(term.aggregation, step_tables[name]) for name, term in terms.items()}
+        tables = _read_tables(terms, units, items, group, copies)
+    step_tables = exchange(_in_words(tuple(terms.items())), tables, group)
+    return {
+        name: _plan_term(term.aggregation, step_tables[name], is_evaluation)
+        for name, term in terms.items()
+    }
 
 
 @functools.lru_cache
-def _in_words(terms: tuple[tuple[str, Term], ...], _labels: tuple[str, ...]) -> TermsInWords:
-    """The terms in words, which are the same in every step of a run.
-
-    Labels are part of the key, since aggregations that differ in theirs alone are equal.
-    """
+def _in_words(terms: tuple[tuple[str, Term], ...]) -> TermsInWords:
+    """The terms in words, which are the same in every step of a run."""
     words = terms_in_words(dict(terms))
     return TermsInWords(words, hashed(words))
 
@@ -446,7 +440,7 @@ def recounted(
     table.samples = replace(
         table.samples, mask_sum=mask_sum_S, active_tokens=torch.tensor([active_tokens])
     )
-    return _plan_term(plan.aggregation, StepTable.from_one_rank(table))
+    return _plan_term(plan.aggregation, StepTable.from_one_rank(table), is_evaluation=False)
 
 
 def broadcast_plans(
@@ -469,7 +463,6 @@ def _read_tables(
     items: Sequence[TermMicrobatches],
     group: dist.ProcessGroup | None,
     copies: bool,
-    is_evaluation: bool,
 ) -> dict[str, RankTable]:
     """This rank's table for each term: one object for all terms if they share masks."""
     rank = 0 if group is None else dist.get_rank(group)
@@ -486,13 +479,13 @@ def _read_tables(
             units = sorted({*units, *(unit for m in microbatches for unit in m.ids)})
         if copies:
             microbatches = [m.copied() for m in microbatches]
-        tables[name] = RankTable(microbatches, units, rank, ranks_of(group), is_evaluation)
+        tables[name] = RankTable(microbatches, units, rank, ranks_of(group))
     return tables
 
 
-def _plan_term(agg: LossAggregation, table: StepTable) -> StepPlan:
+def _plan_term(agg: LossAggregation, table: StepTable, is_evaluation: bool) -> StepPlan:
     samples, rank_table, rows_S = table.samples, table.rank_table, table.sample_rows
-    c_S, across = coefficients(agg, samples)
+    c_S, across = coefficients(agg, samples, is_evaluation)
     return StepPlan(
         aggregation=agg,
         counts=counts_of(agg, samples, across),
@@ -503,10 +496,8 @@ def _plan_term(agg: LossAggregation, table: StepTable) -> StepPlan:
         ids_S={unit: x[rows_S].clone() for unit, x in samples.ids.items()},
         microbatch_rows=table.microbatch_rows,
         rows_S=rows_S,
-        has_shared_microbatches=table.has_shared_microbatches,
         shapes=rank_table.shapes,
         model_tokens=rank_table.samples.model_tokens.tolist(),
-        positions=rank_table.samples.positions.tolist(),
         sequences=rank_table.sequences,
         microbatches=rank_table.microbatches,
         samples=samples,

@@ -49,9 +49,13 @@ _UNKNOWN = -1
 class RoutedTokens(NamedTuple):
     """Numbers of tokens that routers see."""
 
-    by_microbatch: Sequence[int]  # T_k, for this data-parallel rank's microbatches in the call
+    by_microbatch: Sequence[int]  # T_k, for this data-parallel rank's microbatches
     total: int  # T
     model_tokens: int  # the step's tokens, as Megatron counts them
+
+    def in_call(self, first: int, end: int) -> RoutedTokens:
+        """Those of a call, of the step's microbatches ``first`` to ``end``."""
+        return self._replace(by_microbatch=self.by_microbatch[first:end])
 
 
 class RouterLosses(Extension):
@@ -64,6 +68,7 @@ class RouterLosses(Extension):
 
     def __init__(self) -> None:
         self._has_compared = False
+        self._tokens = RoutedTokens([], 0, 0)  # of the running step
 
     @contextlib.contextmanager
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
@@ -71,7 +76,10 @@ class RouterLosses(Extension):
             yield
             return
         _check_call(call)
-        tokens = _planned_tokens(call, plans)
+        if call.begins_step:
+            self._tokens = _planned_tokens(call, plans)
+        end = call.first_index + call.scale.num_microbatches
+        tokens = self._tokens.in_call(call.first_index, end)
         self._raise_on_all_ranks(_weights_conflict(call, tokens))
         weights = _weights(call, tokens)
         used_weights: list[float] = []
@@ -135,17 +143,22 @@ def _check_call(call: Call) -> None:
 
 
 def _planned_tokens(call: Call, plans: Mapping[str, StepPlan] | None) -> RoutedTokens:
-    """The planned tokens, sent from the last pipeline stage to all stages."""
-    tokens = None
-    if plans is not None:
+    """The planned tokens of the step, from the ranks that read its batches, on all ranks."""
+    tokens, groups = None, call.groups
+    if plans is not None and groups.reads_data:
         plan = next(iter(plans.values()))
-        end = call.first_index + call.scale.num_microbatches
-        by_microbatch = plan.positions[call.first_index : end]
-        tokens = RoutedTokens(by_microbatch, plan.counts.positions, plan.counts.model_tokens)
-    pp_group, box = call.groups.pp, [tokens]
-    last_stage = dist.get_global_rank(pp_group, dist.get_world_size(pp_group) - 1)
-    dist.broadcast_object_list(box, last_stage, pp_group)
-    (tokens,) = box
+        numbers = [
+            m.loss_mask.numel() if m.routed_tokens is None else m.routed_tokens
+            for m in plan.microbatches
+        ]
+        totals = [0] * dist.get_world_size(groups.count_group)
+        dist.all_gather_object(totals, sum(numbers), groups.count_group)
+        tokens = RoutedTokens(numbers, sum(totals), plan.counts.model_tokens)
+    # To the tensor-parallel ranks of the last stage, and from there to all stages.
+    for group, source in ((groups.tp, 0), (groups.pp, dist.get_world_size(groups.pp) - 1)):
+        box = [tokens]
+        dist.broadcast_object_list(box, dist.get_global_rank(group, source), group)
+        (tokens,) = box
     assert tokens is not None
     return tokens
 

@@ -1,7 +1,7 @@
 """``python -m megatron_loss_agg explain``: the weight of each sample of a step.
 
 Samples come from lists, from a file, or from the data of a run; they are weighed by every mode, or
-with ``--data`` by stock Megatron; the answer is a text, a JSON object, and a picture.
+with ``--data`` by stock Megatron. The answer is a text; of a step also a JSON object, and a picture.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
 
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.chats import lines_of_chats
@@ -25,28 +23,15 @@ from megatron_loss_agg.explain.samples import (
     read_rows,
     read_samples,
 )
-from megatron_loss_agg.explain.shares import ALL_MODES, Shares, shares_by_mode
+from megatron_loss_agg.explain.shares import ALL_MODES, shares_by_mode
 from megatron_loss_agg.explain.show import draw, tables
-from megatron_loss_agg.explain.stock import (
-    BatchFlags,
-    Cells,
-    StockRun,
-    comparison,
-    numbers_by_sample,
-    shares_of_first_step,
-)
+from megatron_loss_agg.explain.stock import BatchFlags, Cells, StockRun, in_words
 from megatron_loss_agg.microbatch import Microbatch
 
 __all__ = ["main"]
 
 Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
 """(Megatron's flags, number) -> the first rows or packs of the run's training data."""
-
-
-class _Answer(NamedTuple):
-    text: str
-    numbers: dict[str, Any]
-    curves: Mapping[str, Shares]
 
 
 def main(argv: Sequence[str], read: Read) -> int:
@@ -62,18 +47,20 @@ def main(argv: Sequence[str], read: Read) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what Megatron and tokenizers print
         is_step = args.data is None
         answer = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
-    if args.plot is not None:
-        draw(args.plot, answer.curves)
-        print(f"drawn: {args.plot}", file=sys.stderr)
-    print(json.dumps(answer.numbers) if args.json else answer.text)
+    print(answer)
     return 0
 
 
-def _explain_step(args: argparse.Namespace) -> _Answer:
-    """Weigh the samples of one step under each mode."""
+def _explain_step(args: argparse.Namespace) -> str:
+    """Weigh the samples of one step under each mode, and draw the picture."""
     samples = read_samples(_lines(args))
     modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
     shares, left_out = shares_by_mode(samples, modes, args.divisor, args.empty, args.levels)
+    if args.plot is not None:
+        draw(args.plot, shares)
+        print(f"drawn: {args.plot}", file=sys.stderr)
+    if not args.json:
+        return tables(samples, shares, left_out)
     numbers = {
         "samples": [vars(sample) for sample in samples],
         "modes": {
@@ -88,25 +75,18 @@ def _explain_step(args: argparse.Namespace) -> _Answer:
         },
         "left_out": left_out,
     }
-    return _Answer(tables(samples, shares, left_out), numbers, shares)
+    return json.dumps(numbers)
 
 
-def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> _Answer:
-    """Weigh the tokens of a run's data as stock Megatron does, with its flags and with others."""
+def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> str:
+    """Weigh the tokens of a run's data as stock Megatron does."""
     if not run_flags:
         raise OptionError(
             "explain --data must have the run's own flags after --, got none. Add them: at least "
             "-- --micro-batch-size N --global-batch-size N."
         )
     flags = BatchFlags.parse(run_flags)
-    against = args.against or _other_flags(flags)
-    other_flags = BatchFlags.parse([*run_flags, *shlex.split(against)])
     rows_per_step = flags.global_batch_size
-    if other_flags.global_batch_size != rows_per_step:
-        raise OptionError(
-            f"--against must keep the step of {rows_per_step} rows, got "
-            f"--global-batch-size {other_flags.global_batch_size}. Drop that flag from --against."
-        )
     num_rows = max(1024, rows_per_step) if args.samples is None else args.samples
     if num_rows < rows_per_step:
         raise OptionError(
@@ -118,27 +98,14 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
             f"--chats needs the length of a row, got --seq-length {flags.seq_length}. Add "
             "--seq-length after --."
         )
-    cp_sizes = {flags.context_parallel_size, other_flags.context_parallel_size}
+    cp_size = flags.context_parallel_size
     if args.data or args.chats:
         lines = islice(_lines(args, flags.seq_length), num_rows)
-        rows = read_rows(lines, is_split=max(cp_sizes) > 1)
+        rows = read_rows(lines, is_split=cp_size > 1)
     else:
         rows = read(run_flags, num_rows)
-    cells = Cells.read(rows, rows_per_step, cp_sizes)
-    runs = [
-        StockRun.weigh("this run", flags, cells),
-        StockRun.weigh(against, other_flags, cells),
-    ]
-    text = comparison(cells, *runs)
-    return _Answer(text, numbers_by_sample(cells, runs), shares_of_first_step(cells, runs))
-
-
-def _other_flags(flags: BatchFlags) -> str:
-    """The flags of the run to compare with, if the user names none."""
-    if flags.context_parallel_size > 1:
-        return "--context-parallel-size 1"
-    size = 2 * flags.micro_batch_size
-    return f"--micro-batch-size {1 if flags.global_batch_size % size else size}"
+    cells = Cells.read(rows, rows_per_step, cp_size)
+    return in_words(cells, StockRun.weigh(flags, cells))
 
 
 def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:
@@ -179,11 +146,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     is_run = args.data is not None
     has_effect = {
         **dict.fromkeys(LISTS, args.lengths is not None),
-        **dict.fromkeys(("divisor", "levels", "empty", "modes"), not is_run),
-        **dict.fromkeys(("samples", "against"), is_run),
+        **dict.fromkeys(("divisor", "levels", "empty", "modes", "json", "plot"), not is_run),
+        "samples": is_run,
     }
     for name in has_effect:
-        if getattr(args, name) is not None and not has_effect[name]:
+        if getattr(args, name) and not has_effect[name]:
             source = "data" if is_run else sources[0]
             raise OptionError(
                 f"--{name} must stand beside another source than --{source}, got both. Remove one "
@@ -244,6 +211,8 @@ def _parser() -> argparse.ArgumentParser:
         "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
     )
     modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
+    modes.add_argument("--json", action="store_true", help="print a JSON object, not a text")
+    modes.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     modes.add_argument(
         "--levels",
         metavar="UNIT,UNIT,...",
@@ -256,12 +225,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     stock = parser.add_argument_group("stock Megatron, with --data")
     stock.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")
-    stock.add_argument(
-        "--against",
-        metavar="FLAGS",
-        help="flags of the run to compare with (default: --context-parallel-size 1, or without "
-        "context parallelism twice the --micro-batch-size)",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object, not a text")
-    parser.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     return parser

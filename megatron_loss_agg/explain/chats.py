@@ -34,10 +34,10 @@ def lines_of_chats(path: str, tokenizer_name: str, seq_length: int | None = None
 
 
 def _load(name: str) -> Any:
-    """The tokenizer of this name, with its chat template.
+    """The tokenizer of this name.
 
     Raises:
-        OptionError: transformers or the template is missing, or the tokenizer cannot be loaded.
+        OptionError: transformers is missing, or the tokenizer cannot be loaded.
     """
     try:
         from transformers import AutoTokenizer
@@ -48,18 +48,12 @@ def _load(name: str) -> Any:
             "--data-path FILE."
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever transformers raises
         raise OptionError(
             f"--tokenizer must name a tokenizer that transformers can load, got {name} "
             f"({type(error).__name__}: {error}). Change it to a folder with tokenizer.json."
         ) from error
-    if not tokenizer.chat_template:
-        raise OptionError(
-            f"--tokenizer must have a chat template, got none in {name}. Name the tokenizer of a "
-            "model that chats."
-        )
-    return tokenizer
 
 
 def _loss_mask(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -125,6 +126,8 @@ def draw(path: str, curves: Mapping[str, Shares]) -> None:
     _draw_panel(right, {name: 100 * s.fractions for name, s in curves.items()}, tokens_S)
     left.set_ylabel("weight of one token, as a multiple of token_mean")
     right.set_ylabel("the sample's share of the gradient, in percent")
+    names = left.get_legend_handles_labels()  # the same on both sides
+    figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
         f"A step of {len(tokens_S):,} samples and {float(tokens_S.sum()):,.10g} loss tokens"
     )
@@ -138,28 +141,18 @@ def draw(path: str, curves: Mapping[str, Shares]) -> None:
 
 
 def _draw_panel(axes: Any, heights: Mapping[str, Tensor], tokens_S: Tensor) -> None:
-    """Draw the heights of every curve over the lengths of the samples with tokens.
-
-    Curves that look equal are one, with all of their names: else the last would hide the others.
-    """
+    """Draw the heights of every curve over the lengths of the samples with tokens."""
     has_tokens_S = tokens_S > 0
-    curve_names: dict[tuple[str, ...], list[str]] = {}
-    for name, height_S in heights.items():
-        looks = tuple(f"{height:.4g}" for height in height_S[has_tokens_S].tolist())
-        curve_names.setdefault(looks, []).append(name)
-    for names in curve_names.values():
-        k = [*heights].index(names[0])  # the same in both panels
+    for (name, height_S), marker in zip(heights.items(), cycle(_MARKERS), strict=False):
         axes.loglog(
             tokens_S[has_tokens_S].tolist(),
-            heights[names[0]][has_tokens_S].tolist(),
+            height_S[has_tokens_S].tolist(),
+            marker=marker,
             linestyle="none",
-            color=f"C{k}",
-            marker=_MARKERS[k % len(_MARKERS)],
             fillstyle="none",  # so that a point shows through another
-            label=" = ".join(names),
+            label=name,
         )
     axes.set_xlabel("loss tokens of the sample")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid()
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), frameon=False)

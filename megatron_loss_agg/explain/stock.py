@@ -1,8 +1,7 @@
 """``explain --data``: stock Megatron's weights of the tokens of a run's own data.
 
 Stock Megatron divides a token's loss by the loss tokens of its part: its microbatch, or under
-context parallelism the tokens of it that one rank has. So its weights depend on the run's flags,
-and are compared between the run's own and others (``--against``).
+context parallelism the tokens of it that one rank has. So its weights depend on the run's flags.
 
 Suffixes: ``_S`` samples; ``_C`` cells, see `Cells`; ``_P`` parts of microbatches; ``_N`` steps;
 ``_T`` tokens of a row.
@@ -11,10 +10,10 @@ Suffixes: ``_S`` samples; ``_C`` cells, see `Cells`; ``_P`` parts of microbatche
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from torch import Tensor
 from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain.samples import Sample
-from megatron_loss_agg.explain.shares import Shares, shares_by_mode
 from megatron_loss_agg.explain.show import aligned, rows_and_parts, span
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -89,31 +86,29 @@ class BatchFlags(NamedTuple):
 class Cells:
     """Loss tokens of whole steps, by cells.
 
-    The tokens of a cell belong to one sample, and lie on one context-parallel rank in each of the
-    runs that are compared. So stock Megatron gives all of them one weight.
+    The tokens of a cell belong to one sample, and lie on one context-parallel rank. So stock Megatron
+    gives all of them one weight.
     """
 
     tokens_C: Tensor
     """Mask sums, fp64, above 0."""
     sample_C: Tensor
     """int64."""
-    rank_C: Mapping[int, Tensor]
-    """int64: the context-parallel rank of each cell, by the size of its group."""
+    rank_C: Tensor
+    """int64: the context-parallel rank."""
     row_S: Tensor
     """int64."""
     rows_per_step: int
 
     @classmethod
-    def read(
-        cls, rows: Iterable[Microbatch], rows_per_step: int, cp_sizes: Collection[int]
-    ) -> Cells:
+    def read(cls, rows: Iterable[Microbatch], rows_per_step: int, cp_size: int) -> Cells:
         """Count the tokens of one row or pack each, without those after the last whole step.
 
         Raises:
             AggregationError: fewer rows than a step has, no loss tokens, bad masks or offsets, or a
                 row that so many ranks cannot split.
         """
-        row_cells = [_count(row, cp_sizes) for row in rows]
+        row_cells = [_count(row, cp_size) for row in rows]
         if len(row_cells) < rows_per_step:
             raise OptionError(
                 f"the data must have the {rows_per_step} rows of a step, got {len(row_cells)}. "
@@ -126,7 +121,7 @@ class Cells:
         cells = cls(
             tokens_C=torch.cat(tokens),
             sample_C=torch.cat([x + n for x, n in zip(samples, samples_before, strict=False)]),
-            rank_C={size: torch.cat([row_ranks[size] for row_ranks in ranks]) for size in cp_sizes},
+            rank_C=torch.cat(ranks),
             row_S=torch.arange(len(row_cells)).repeat_interleave(torch.tensor(num_samples)),
             rows_per_step=rows_per_step,
         )
@@ -158,37 +153,25 @@ class Cells:
         return torch.bincount(self.step_S, self.tokens_S)
 
 
-def _count(
-    row: Microbatch, cp_sizes: Collection[int]
-) -> tuple[Tensor, Tensor, dict[int, Tensor], int]:
-    """Tokens, sample, and rank by size, of each cell of a row or pack; its number of samples."""
+def _count(row: Microbatch, cp_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Tokens, sample and rank of each cell of a row or pack; its number of samples."""
     sums_by_sample([row])  # checks values and offsets
     mask_T = row.loss_mask.reshape(-1).double()
     starts, sample_T = row.sample_starts, row.sample_index()
     if starts is None or sample_T is None:
         starts, sample_T = torch.tensor([0, len(mask_T)]), torch.zeros(len(mask_T)).long()
-    cell_T = sample_T
-    for size in cp_sizes:
-        # Behind the last sample, where masks are 0, any rank will do.
-        rank_T = torch.zeros_like(cell_T)
-        if size > 1:
-            split_T = CPLayout.thd(starts, size, 0).rank_of_position
-            rank_T[: len(split_T)] = split_T
-        cell_T = cell_T * size + rank_T
-    tokens = torch.bincount(cell_T, mask_T)
+    rank_T = torch.zeros_like(sample_T)
+    if cp_size > 1:
+        split_T = CPLayout.thd(starts, cp_size, 0).rank_of_position
+        rank_T[: len(split_T)] = split_T  # behind the last sample masks are 0, and any rank will do
+    tokens = torch.bincount(sample_T * cp_size + rank_T, mask_T)
     cell_C = tokens.nonzero().view(-1)
-    tokens_C = tokens[cell_C]
-    rank_C = {}
-    for size in reversed([*cp_sizes]):
-        rank_C[size] = cell_C % size
-        cell_C = cell_C // size
-    return tokens_C, cell_C, rank_C, row.num_samples
+    return tokens[cell_C], cell_C // cp_size, cell_C % cp_size, row.num_samples
 
 
 class StockRun(NamedTuple):
     """Stock Megatron's weights of the tokens of a run."""
 
-    name: str
     flags: BatchFlags
     weight_C: Tensor
     """Of a token, as a multiple of token_mean's: fp64 [cells]."""
@@ -198,7 +181,7 @@ class StockRun(NamedTuple):
     """The fraction of parts without a loss token, of steps that have one."""
 
     @classmethod
-    def weigh(cls, name: str, flags: BatchFlags, cells: Cells) -> StockRun:
+    def weigh(cls, flags: BatchFlags, cells: Cells) -> StockRun:
         """Weigh each token as stock Megatron does.
 
             (m_t / (parts * max(M_part, 1))) / (m_t / M_all)
@@ -209,7 +192,7 @@ class StockRun(NamedTuple):
         """
         size, steps = flags.context_parallel_size, len(cells.tokens_N)
         microbatch_C = cells.row_S[cells.sample_C] // flags.micro_batch_size
-        part_C = microbatch_C * size + cells.rank_C[size]
+        part_C = microbatch_C * size + cells.rank_C
         tokens_P = torch.bincount(part_C, cells.tokens_C, minlength=steps * flags.num_parts)
         counted_P = tokens_P.float().trunc().double()  # int() of a sum in fp32
         if flags.calculate_per_token_loss:
@@ -221,7 +204,6 @@ class StockRun(NamedTuple):
         has_tokens_N = cells.tokens_N > 0
         is_empty = tokens_P.view(steps, -1)[has_tokens_N] == 0
         return cls(
-            name=name,
             flags=flags,
             weight_C=weight_C,
             sum_N=(sum_N / cells.tokens_N)[has_tokens_N],
@@ -229,89 +211,35 @@ class StockRun(NamedTuple):
         )
 
 
-def comparison(cells: Cells, run: StockRun, other: StockRun) -> str:
-    """The weights and their sums in words and tables, and the difference of the two runs."""
-    ratio_C = run.weight_C / other.weight_C
-    factor = float(torch.maximum(ratio_C, 1 / ratio_C).max())
-    fraction_C, other_fraction_C = (_fractions(cells, x) for x in (run, other))
-    steps_with_tokens = int(cells.tokens_N.count_nonzero())
-    percent = 50 * float((fraction_C - other_fraction_C).abs().sum()) / steps_with_tokens
-    same_microbatches = run.flags.micro_batch_size == other.flags.micro_batch_size
-    exception = "" if same_microbatches else " but microbatch_mean"
+def in_words(cells: Cells, run: StockRun) -> str:
+    """The weights, and their sum in a step, in words and as a table."""
     keys, parts = rows_and_parts(cells.tokens_S)
-    weights = {
-        x.name: [span(x.weight_C[is_in_S[cells.sample_C]]) for is_in_S in parts]
-        for x in (run, other)
-    }
-    total, other_total = (f"{float(x.sum_N.mean()):.2f}" for x in (run, other))
-    sums = {
-        "run": [run.name, other.name],
-        "sum of weights": [total, other_total],
-        "empty parts": [f"{100 * x.empty_parts:.1f} %" for x in (run, other)],
-    }
+    weights = [span(run.weight_C[is_in_S[cells.sample_C]]) for is_in_S in parts]
+    total = f"{float(run.sum_N.mean()):.2f}"
     lines = [
         f"Stock Megatron gives a token {span(run.weight_C)} times its weight in token_mean.",
         f"Its weights add up to {total} in a step, where those of a mean add up to 1:",
         f"its gradient is about {total} times that of a mean with the same relative weights.",
+        f"{_moved_percent(cells, run):.1f} % of the weight is on other tokens than in token_mean,",
+        "if both sums are scaled to 1.",
+        f"{100 * run.empty_parts:.1f} % of the parts (microbatches on one context-parallel rank)",
+        "have no loss token, and add 0 to the mean over parts.",
         f"steps: {len(cells.tokens_N):,}, of {run.flags.global_batch_size:,} rows; "
         f"samples: {len(cells.row_S):,}; loss tokens: {float(cells.tokens_S.sum()):,.15g}",
         f"stock: {run.flags.formula}",
         "",
         "Weight of a token of the sample, as a multiple of its weight in token_mean",
-        aligned({**keys, **weights}, len(keys)),
+        aligned({**keys, "weight": weights}, len(keys)),
         "",
-        "Sum of stock Megatron's weights of a step. A part (a microbatch on one",
-        "context-parallel rank) without a loss token adds 0 to the mean over parts.",
-        aligned(sums, len(sums)),
-        "",
-        f"Stock Megatron with {other.name}:",
-        f"{percent:.1f} % of the weight moves to other tokens (both sums scaled to 1),",
-        f"and a token's weight changes by a factor of up to {factor:.2f}.",
-        f"Every mode of --loss-aggregation{exception}",
-        "gives a token the same weight in both.",
+        "Every mode of --loss-aggregation but microbatch_mean gives a token the same",
+        "weight, whatever the microbatches and the context parallelism.",
     ]
     return "\n".join(lines)
 
 
-def _fractions(cells: Cells, run: StockRun) -> Tensor:
-    """Each cell's fraction of the sum of its step's weights, fp64 [cells]."""
+def _moved_percent(cells: Cells, run: StockRun) -> float:
+    """The part of the weight on other tokens than in token_mean, in percent."""
     weight_C = run.weight_C * cells.tokens_C
-    return weight_C / torch.bincount(cells.step_C, weight_C)[cells.step_C]
-
-
-def numbers_by_sample(cells: Cells, runs: Sequence[StockRun]) -> dict[str, Any]:
-    """The places of all samples, and by run the mean weight of their tokens, in full precision."""
-    places = zip(*(x.tolist() for x in (cells.step_S, cells.row_S, cells.tokens_S)), strict=True)
-    return {
-        "samples": [{"step": step, "row": row, "tokens": tokens} for step, row, tokens in places],
-        "runs": {
-            run.name: {
-                "relative_to_token_mean": _mean_weights(cells, run).tolist(),
-                "sum_of_weights": float(run.sum_N.mean()),
-                "empty_parts": run.empty_parts,
-                "formula": run.flags.formula,
-            }
-            for run in runs
-        },
-    }
-
-
-def shares_of_first_step(cells: Cells, runs: Sequence[StockRun]) -> dict[str, Shares]:
-    """The shares in each run, and under two modes, of the first step with loss tokens."""
-    is_in_step_S = cells.step_S == int(cells.tokens_N.nonzero()[0])
-    tokens_S = cells.tokens_S[is_in_step_S]
-    shares = {
-        f"stock: {run.name}": Shares(
-            tokens_S, _mean_weights(cells, run)[is_in_step_S] / tokens_S.sum(), run.flags.formula
-        )
-        for run in runs
-    }
-    samples = [Sample(tokens) for tokens in tokens_S.tolist()]
-    return {**shares, **shares_by_mode(samples, ("token_mean", "sample_mean"))[0]}
-
-
-def _mean_weights(cells: Cells, run: StockRun) -> Tensor:
-    """The mean weight of each sample's tokens, fp64 [samples]; 0 for samples without tokens."""
-    weight_C = run.weight_C * cells.tokens_C
-    sum_S = torch.bincount(cells.sample_C, weight_C, minlength=len(cells.row_S))
-    return (sum_S / cells.tokens_S).nan_to_num(nan=0.0)
+    fraction_C = weight_C / torch.bincount(cells.step_C, weight_C)[cells.step_C]
+    difference_C = fraction_C - cells.tokens_C / cells.tokens_N[cells.step_C]
+    return 50 * float(difference_C.abs().sum()) / int(cells.tokens_N.count_nonzero())

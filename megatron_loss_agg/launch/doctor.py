@@ -5,15 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import logging
-import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,12 +46,11 @@ def main(
         script_flags = script_flags[1:]
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
-        usage="%(prog)s [-h] [--json] [--framework NAME] [-- FLAG ...]",
+        usage="%(prog)s [-h] [--framework NAME] [-- FLAG ...]",
         description="Check whether the plugin works here: one line per finding, and exit code 1 if "
         "any is FAIL. The flags of a launch script, given after --, are checked too.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument(
         "--framework",
         choices=frameworks,
@@ -74,21 +68,18 @@ def main(
         checks = _checks(script_flags)
         if args.framework is not None:
             checks[args.framework] = partial(_check_framework, args.framework, adapter_lines)
-        findings = []
-        for name, check in checks.items():
-            try:
-                result = check()
-            except Exception as error:  # an AggregationError, or whatever Megatron raises
-                result = "FAIL", _one_line(error)
-            if result is not None:
-                findings.append({"level": result[0], "check": name, "text": result[1]})
-    ok = all(finding["level"] != "FAIL" for finding in findings)
-    if args.json:
-        print(json.dumps({"ok": ok, "findings": findings}))
-    else:
-        for finding in findings:
-            print("{level:<4}  {check:<18}  {text}".format(**finding))
-    return 0 if ok else 1
+        results = {name: _result_of(check) for name, check in checks.items()}
+    findings = {name: result for name, result in results.items() if result is not None}
+    for name, (level, text) in findings.items():
+        print(f"{level:<4}  {name:<18}  {text}")
+    return int(any(level == "FAIL" for level, _ in findings.values()))
+
+
+def _result_of(check: Check) -> Result | None:
+    try:
+        return check()
+    except Exception as error:  # an AggregationError, or whatever Megatron raises
+        return "FAIL", _one_line(error)
 
 
 def _checks(script_flags: Sequence[str] | None) -> dict[str, Check]:
@@ -103,11 +94,10 @@ def _checks(script_flags: Sequence[str] | None) -> dict[str, Check]:
         advice = "Run pip install megatron-core, or put a checkout on PYTHONPATH."
         checks["megatron-core"] = lambda: ("FAIL", f"{_one_line(core)}. {advice}")
     else:
-        root = _root(core)
+        root = Path(str(core.__file__)).resolve().parents[2]
         checks |= {
             "megatron-core": partial(check_release, core.__version__, root),
-            "megatron.training": partial(_check_training, training, root),
-            "data set helpers": partial(_check_data_helpers, root / "megatron/core/datasets"),
+            "megatron.training": partial(_check_training, training),
             "launcher": _check_launcher,
         }
     if script_flags is not None:
@@ -138,7 +128,7 @@ def check_release(version: str, root: Path) -> Result:
     return "OK", text
 
 
-def _check_training(training: ModuleType | Exception, core_root: Path) -> Result | None:
+def _check_training(training: ModuleType | Exception) -> Result | None:
     if isinstance(training, ModuleNotFoundError) and training.name == "megatron.training":
         return "WARN", (
             "not in this megatron-core, whose wheels include it from 0.17 on; loops of other "
@@ -146,31 +136,7 @@ def _check_training(training: ModuleType | Exception, core_root: Path) -> Result
         )
     if isinstance(training, Exception):
         return "FAIL", f"{_one_line(training)}. Install what is missing, or fix it."
-    if _root(training) != core_root:
-        return "WARN", (
-            f"in {_root(training)}, but megatron.core is in {core_root}. Put the checkout that "
-            "has both on PYTHONPATH."
-        )
     return None
-
-
-def _check_data_helpers(folder: Path) -> Result | None:
-    """The programs that a checkout lacks to build the C++ helpers of its data sets."""
-    built = folder / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if built.exists() or not (folder / "Makefile").exists():  # wheels come with them built
-        return None
-    programs = ("make", os.environ.get("CXX", "g++"), "python3", "python3-config")
-    missing = [program for program in programs if shutil.which(program) is None]
-    pybind11 = ["python3", "-m", "pybind11", "--includes"]
-    if "python3" in missing or subprocess.run(pybind11, capture_output=True).returncode:
-        missing.append("pybind11")
-    if not missing:
-        return None
-    return "WARN", (
-        f"Megatron's scripts build them in {folder} when they start, and their first rank would end "
-        f"there without {', '.join(missing)}. Install a C++ compiler, make and Python's headers, "
-        "and run python3 -m pip install pybind11; loops of other programs may not need them."
-    )
 
 
 def _check_launcher() -> Result:
@@ -189,8 +155,6 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Result:
             f"SCRIPT must be a file, got {script!r}. Give a training script, or flags alone.",
         )
     parser: argparse.ArgumentParser = flags.Parser(add_help=False, allow_abbrev=False)
-    if not script.startswith("-"):
-        flags.check_place_of_cpu(Path(script), script_flags)
     if has_training:
         from megatron.training.arguments import add_megatron_arguments
 
@@ -248,8 +212,3 @@ def _imported(name: str) -> ModuleType | Exception:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _root(module: ModuleType) -> Path:
-    """The folder that ``megatron.*`` was imported from."""
-    return Path(str(module.__file__)).resolve().parents[2]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_loss_agg.aggregation import (
@@ -149,21 +147,13 @@ _HOOK_OPTIONS = {
 _OPTIONS = _AGGREGATION_OPTIONS | _HOOK_OPTIONS
 
 _REMOVED = {
-    "mask": (
-        "a mask that the model makes during its forward pass is not known before the step",
-        "Compute the mask in the data, or run a forward pass before the step",
-    ),
-    "factors": (
-        "a factor of each token belongs into the losses of a TokenLoss",
-        "Multiply the losses by the factor in the script's TokenLoss",
-    ),
-    "moe": (
+    f"{FLAG}-moe": (
         "the losses of routers are an example of an extension",
         f"Write {FLAG}-extension routers:RouterLosses, with examples/extensions of the repository on "
         "PYTHONPATH",
     ),
 }
-"""Flags of earlier versions: the reason of their removal, and the remedy."""
+"""Flags of the version before: the reason of their removal, and the remedy."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -305,15 +295,6 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return vars(values), others
 
 
-def check_place_of_cpu(script: Path, arguments: Sequence[str]) -> None:
-    """Raise OptionError for ``--cpu`` among the arguments of a script that has no such flag."""
-    script_has_it = re.search("""["']--cpu["']""", script.read_text(errors="replace"))
-    if "--cpu" in arguments and not script_has_it:
-        raise OptionError(
-            f"--cpu must stand before the script, got it behind {script}. Write --cpu {script} ..."
-        )
-
-
 def load(flag: str, path: str) -> Callable[..., Any]:
     """The function or class at ``path`` (``module:name``), the value of ``flag``."""
     module, _, name = path.partition(":")
@@ -392,7 +373,7 @@ def _aggregation(mode: str, options: dict[str, Any]) -> LossAggregation:
 
 
 def _refuse_removed(flag: str) -> None:
-    """Raise OptionError if an earlier version had this flag."""
-    for name, (reason, remedy) in _REMOVED.items():
-        if flag == _flag(name):
-            raise OptionError(f"{flag} was removed: {reason}. {remedy}, and remove {flag}.")
+    """Raise OptionError if the version before had this flag."""
+    if flag in _REMOVED:
+        reason, remedy = _REMOVED[flag]
+        raise OptionError(f"{flag} was removed: {reason}. {remedy}, and remove {flag}.")

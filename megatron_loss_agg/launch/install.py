@@ -66,8 +66,7 @@ def hook_from_args(
     if options["extension"]:
         settings["extension"] = " ".join(options["extension"])
     if options["report_datasets"]:
-        log_interval = getattr(args, "log_interval", 1) if in_training_loop else 1
-        extensions.append(DatasetReports(log_interval))
+        extensions.append(DatasetReports())
     if options["report_weights"]:
         extensions.append(WeightReports())
     if options["mtp"] != "megatron":

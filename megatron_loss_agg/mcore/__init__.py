@@ -6,7 +6,7 @@ from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.hook import LossHook
 from megatron_loss_agg.mcore.parts.datasets import DatasetReports
 from megatron_loss_agg.mcore.parts.modes import WeightReports
-from megatron_loss_agg.mcore.parts.mtp import MTPAggregation, MTPLosses
+from megatron_loss_agg.mcore.parts.mtp import MTPAggregation
 from megatron_loss_agg.mcore.parts.packing import with_ids
 from megatron_loss_agg.mcore.prefetch import Prefetch
 from megatron_loss_agg.mcore.reports import MicrobatchLoss
@@ -18,7 +18,6 @@ __all__ = [
     "Extension",
     "LossHook",
     "MTPAggregation",
-    "MTPLosses",
     "MaskedLosses",
     "MicrobatchLoss",
     "Prefetch",

@@ -41,11 +41,3 @@ class Extension:
 
         Must not communicate. May change ``microbatch.total`` and add reports.
         """
-
-    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
-        """Texts by label for the log's first lines, on the rank that prints them.
-
-        Args:
-            plans: by term, with the samples of all ranks.
-        """
-        return {}

@@ -44,8 +44,8 @@ def print_first_lines(
     if is_printing_rank(call):
         split = hook.split if hook.verified.splits else f"{hook.split} (not verified)"
         rows = [(name, str(value)) for name, value in hook.settings.items()]
-        for extension in hook.extensions:
-            rows += extension.first_lines(plans).items()
+        if hook.also:
+            rows.append(("also", ", ".join(x.label for x in hook.also)))
         factor = hook.verified.factor
         print(first_lines(call, plans, without_tokens, split, factor, rows), flush=True)
         warn_of_restarting_ids(plans)

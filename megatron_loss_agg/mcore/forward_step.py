@@ -159,7 +159,7 @@ def check_one_loss_per_token(losses: Any, mask: Any, of: str) -> None:
 
 def check_has_gradient(total: Tensor, output: Any) -> None:
     """Raise HostError for losses that were detached from the model's output."""
-    if not total.requires_grad and any(x.requires_grad for x in _tensors_in(output)):
+    if not total.requires_grad and any(x.requires_grad for x in tensors_in(output)):
         raise HostError(
             "losses of a training step must have a gradient, and these were detached from the model's "
             "output. Compute them from the output itself."
@@ -239,17 +239,17 @@ def results_in_words(results: Any) -> str:
     return f"{len(results)} results" if is_several else described(results)
 
 
-def _version(x: Any) -> int | None:
-    """The number of writes to a tensor; None for inference tensors, where torch counts none."""
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else None
-
-
-def _tensors_in(x: Any) -> list[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
     """The tensors in mappings, lists and tuples."""
     if isinstance(x, Tensor):
         return [x]
     if isinstance(x, Mapping):
-        return [tensor for value in x.values() for tensor in _tensors_in(value)]
+        return [tensor for value in x.values() for tensor in tensors_in(value)]
     if isinstance(x, (list, tuple)):
-        return [tensor for value in x for tensor in _tensors_in(value)]
+        return [tensor for value in x for tensor in tensors_in(value)]
     return []
+
+
+def _version(x: Any) -> int | None:
+    """The number of writes to a tensor; None for inference tensors, where torch counts none."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else None

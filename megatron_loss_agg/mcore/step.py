@@ -45,6 +45,7 @@ from megatron_loss_agg.mcore.forward_step import (
     function_key,
     merged_reports,
     script_losses,
+    tensors_in,
 )
 from megatron_loss_agg.mcore.parts.datasets import with_dataset_ids
 from megatron_loss_agg.mcore.prefetch import Prefetch, fetch_ahead
@@ -53,6 +54,7 @@ from megatron_loss_agg.mcore.scale import MegatronScale
 from megatron_loss_agg.mcore.split import TermSamples, weights_on_rank
 from megatron_loss_agg.microbatch import TermMicrobatches, listed
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, plan_step
+from megatron_loss_agg.tensors import at_least_fp32
 from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 if TYPE_CHECKING:
@@ -92,18 +94,12 @@ class Verified:
         kind = call.trains, call.groups.counts_alone
         self._runs.setdefault(call.chunks[0], set()).add(kind)
 
-    def split_is_open(self, call: Call) -> bool:
-        """Whether the compared tokens fit several splits, or none were compared.
-
-        So it is after a step of padding alone; and under dynamic context parallelism while one rank
-        held each pack.
-        """
-        if self.splits is None:
-            return torch.distributed.get_world_size(call.groups.split_group) > 1
-        return len(self.splits) > 1
-
     def split_matters(self, call: Call) -> bool:
-        """Whether a step may depend on a split that was not verified."""
+        """Whether a step may depend on a split that was not verified.
+
+        So it is also after a step of padding alone; and under dynamic context parallelism while one
+        rank held each pack.
+        """
         is_split = torch.distributed.get_world_size(call.groups.split_group) > 1
         return is_split and self.splits != {call.split}
 
@@ -185,7 +181,7 @@ class Step:
             script.terms,
             weights,
             samples,
-            total=_total(call, script, sums),
+            total=_total(call, output, script, sums),
             reports=self._reports(call, plans, script, weights, sums),
             stock_loss=script.stock_loss,
         )
@@ -244,7 +240,7 @@ class Step:
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if call.trains and (self.is_first or hook.audit):
             hook.measure_scaling(call, self.is_first)
-        if self.is_first or verified.split_is_open(call):
+        if self.is_first or verified.split_matters(call):
             self.tokens = TokenNotes(self.is_first, verified.splits)
 
     def _plan(self, call: Call) -> Plans | None:
@@ -297,7 +293,7 @@ class Step:
     def _draw(self, call: Call, number: int) -> list[TermMicrobatches]:
         """The microbatches of the batches that the call's forward steps will take."""
         microbatches: list[TermMicrobatches] = []
-        tensors = DrawnTensors() if self.is_first else None
+        tensors = DrawnTensors(self.hook) if self.is_first else None
         # Under hybrid context parallelism one item holds the samples of the whole step.
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
@@ -344,6 +340,7 @@ class Step:
         if self.plans is None:
             return script_forward_step
         plans, tokens = self.plans, self.tokens
+        number = len(plan_of_first_term(plans).sizes)
         if tokens is not None and not tokens.may_differ(call, plans):
             tokens = self.tokens = None
 
@@ -354,6 +351,11 @@ class Step:
             # The schedules take microbatches in order. The index is that in the step, not in the call.
             i = self.num_forward_steps
             self.num_forward_steps += 1
+            if i == number:
+                raise HostError(
+                    f"a forward step must run once for each of the {number} microbatches, got one more. "
+                    "Call it once in its turn, without a rehearsal."
+                )
             with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, i):
                 output, loss_function = script_forward_step(*args, **kwargs)
             # All that the loss depends on is bound here, since Megatron may compute it again, when
@@ -526,7 +528,7 @@ def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:
     return num_tokens
 
 
-def _total(call: Call, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tensor:
+def _total(call: Call, output: Any, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tensor:
     """The sum of the terms, each times its multiplier; a multiplier of 0 switches a term off."""
     terms = []
     for name, x in sums.items():
@@ -534,9 +536,12 @@ def _total(call: Call, script: ScriptLosses, sums: Mapping[str, Tensor]) -> Tens
         if multiplier != 0:
             terms.append(x if multiplier == 1 else multiplier * x)
     if not terms:
-        # Stays attached to the graph, so that every rank still runs the backward pass's collectives.
+        # Stays attached to the graph, so that every rank still runs the backward pass's collectives: to
+        # the model's output, since the gradient of a loss that is NaN may be NaN times 0.
         losses = next(iter(script.terms.values())).losses
-        return weighted_sum_unchecked(torch.zeros_like(losses), losses)
+        dtype = at_least_fp32(losses.dtype)
+        outputs = [x for x in tensors_in(output) if x.requires_grad] or [losses]
+        return torch.stack([x.flatten()[:0].sum(dtype=dtype) for x in outputs]).sum()
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
 

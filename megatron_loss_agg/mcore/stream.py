@@ -166,7 +166,7 @@ class StreamedCall(Part):
         self.is_first = not self.hook.verified.has_run(call)
         if self.is_first:
             check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
-        if self.is_first or self.hook.verified.split_is_open(call):
+        if self.is_first or self.hook.verified.split_matters(call):
             self.tokens = TokenNotes(self.is_first, self.hook.verified.splits)
         self.plans = plans = self._plan(call)
         self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}

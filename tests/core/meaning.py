@@ -154,10 +154,6 @@ class Read:
     def model_tokens(self) -> int:
         return self.active if self.routed is None else self.routed
 
-    @property
-    def positions(self) -> int:
-        return len(self.values) if self.routed is None else self.routed
-
     def counted(self, agg: LossAggregation) -> list[Sample]:
         """The samples that are in the denominators."""
         pairs = zip(self.samples, self.rejected, strict=True)
@@ -257,7 +253,6 @@ def assert_tokens(plan: StepPlan, i: int, read: Read) -> None:
     assert shape.mask == read.shape
     assert (None if shape.starts is None else shape.starts.tolist()) == read.starts
     assert plan.model_tokens[i] == read.model_tokens
-    assert plan.positions[i] == read.positions
 
 
 def assert_weights(plan: StepPlan, i: int, shape: tuple[int, ...], wanted: list[float]) -> None:
@@ -295,7 +290,6 @@ def assert_samples(plan: StepPlan, step: Step, units: set[str]) -> None:
     assert table.microbatches == len(reads)
     assert table.active_tokens.tolist() == [m.active for m in reads]
     assert table.model_tokens.tolist() == [m.model_tokens for m in reads]
-    assert table.positions.tolist() == [m.positions for m in reads]
     with_ids = {unit for unit in UNITS if all(unit in m.units for m in reads)}
     assert {*plan.ids_S} == {*table.ids} == with_ids | units
     whole = whole_step(step)
@@ -332,4 +326,3 @@ def assert_counts(plan: StepPlan, step: Step) -> None:
         assert_same(counts.across, units, 1e-13)
     assert counts.active_tokens == sum(m.active for m in reads)
     assert counts.model_tokens == sum(m.model_tokens for m in reads)
-    assert counts.positions == sum(m.positions for m in reads)

@@ -157,9 +157,9 @@ def columns_of(*tables: RankTable) -> Columns:
 
 def test_a_sample_takes_16_bytes_with_one_id_and_more_where_some_rank_has_more():
     plain, weighted = rank_table(0), rank_table(1, sample_weights=2 * torch.ones(64))
-    assert plain.row(columns_of(plain, plain)).nbytes == 64 * 16 + 3 * 8
+    assert plain.row(columns_of(plain, plain)).nbytes == 64 * 16 + 2 * 8
     columns = columns_of(plain, weighted)
-    assert plain.row(columns).nbytes == 64 * 24 + 3 * 8
+    assert plain.row(columns).nbytes == 64 * 24 + 2 * 8
     rows = torch.stack([plain.row(columns), weighted.row(columns)])
     assert joined(rows, columns, plain).samples.weight.unique().tolist() == [1, 2]
 

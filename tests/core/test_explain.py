@@ -149,7 +149,7 @@ def test_tables_fit_into_the_terminal(capsys, tmp_path, monkeypatch, columns):
     assert max(map(len, lines)) <= max(columns, 80)
 
 
-def test_curves_in_one_place_have_one_name_and_a_name_has_one_look(monkeypatch, tmp_path):
+def test_the_picture_has_every_mode_in_the_same_look_on_both_sides(monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -158,48 +158,16 @@ def test_curves_in_one_place_have_one_name_and_a_name_has_one_look(monkeypatch, 
     step = ["--lengths", "1,10,0,100", "--divisor", "2.5", "--prompts", "0,0,0,1"]
     modes = "token_mean,sample_sum,constant,sum,sample_mean,trl/grpo,prompt_mean"
     assert main(["explain", *step, "--modes", modes, "--plot", "out.png"]) == 0
-    left, right = seen
-    assert [line.get_label() for line in right.lines] == [
-        "token_mean = sample_sum = constant = sum",
-        "sample_mean = trl/grpo",
-        "prompt_mean",
-    ]
-    assert len(left.lines) == 6
-    looks = [
-        {x.get_label().split()[0]: (x.get_color(), x.get_marker()) for x in axes.lines}
-        for axes in seen
-    ]
-    assert len({*looks[0].values()}) == 6
-    assert looks[1].items() < looks[0].items()  # also in the other panel
-    (sample_mean,) = (x for x in right.lines if x.get_label().startswith("sample_mean"))
+    left, right = (
+        [(x.get_label(), x.get_color(), x.get_marker()) for x in axes.lines] for axes in seen
+    )
+    assert left == right
+    assert [name for name, *_ in left] == modes.split(",")
+    assert len({tuple(look) for _, *look in left}) == 7
+    sample_mean = seen[1].lines[4]
     # Of four samples one is empty and not drawn; it counts.
     assert [*sample_mean.get_xdata()] == [1, 10, 100]
     assert [*sample_mean.get_ydata()] == pytest.approx([100 / 3] * 3)
-    seen.clear()
-    path = write(tmp_path / "lengths.txt", 0, 0, *FOUR)
-    run = ["--against=--micro-batch-size 1", "--", "--micro-batch-size=2", "--global-batch-size=6"]
-    assert main(["explain", "--data", path, "--plot", "out.png", *run]) == 0
-    # Microbatches of 0, 4 and 12 tokens, then rows alone, which are sample_mean.
-    assert [line.get_label() for line in seen[0].lines] == [
-        "stock: this run",
-        "stock: --micro-batch-size 1 = sample_mean",
-        "token_mean",
-    ]
-
-
-def test_json_has_the_weights_of_every_sample_in_both_runs(capsys, tmp_path):
-    rows = write(tmp_path / "rows.txt", *FOUR, 0, 0, 2, 2)
-    numbers = json.loads(printed(capsys, "--data", rows, "--json", *RUN))
-    assert [list(sample.values()) for sample in numbers["samples"]] == [
-        [s // 4, s, tokens] for s, tokens in enumerate([*FOUR, 0, 0, 2, 2])
-    ]
-    # 16 / (2 * 4) and 16 / (2 * 12); in the second step 4 / (2 * 4), and a part without a token.
-    assert numbers["runs"].keys() == {"this run", "--micro-batch-size 4"}
-    stock, other = numbers["runs"].values()
-    assert stock["relative_to_token_mean"] == [2, 2, 16 / 24, 16 / 24, 0, 0, 0.5, 0.5]
-    assert other["relative_to_token_mean"] == [1, 1, 1, 1, 0, 0, 1, 1]
-    assert (stock["empty_parts"], other["empty_parts"]) == (1 / 4, 0)
-    assert stock["sum_of_weights"] == pytest.approx((1 + 0.5) / 2, rel=1e-14)
 
 
 ONE_ROW = "-- --micro-batch-size 1 --global-batch-size 1"
@@ -241,6 +209,8 @@ BAD_ARGUMENTS = {
         "OptionError: --prompts must stand beside another source than --jsonl, got both. Remove"
     ),
     "--lengths 1 --samples 1": "OptionError: --samples must stand beside another source than --leng",
+    f"--data --json {ONE_ROW}": "OptionError: --json must stand beside another source than --data",
+    f"--data --plot x {ONE_ROW}": "OptionError: --plot must stand beside another source than --data",
     f"--data --modes sum {ONE_ROW}": "OptionError: --modes must stand beside another source than --d",
     "": "OptionError: explain must have one source of samples, got none. Give one of --lengths, ",
     "--lengths 1 --jsonl x": (
@@ -254,9 +224,6 @@ BAD_ARGUMENTS = {
     ),
     "--data x -- pretrain_gpt.py --micro-batch-size 2": f"{SIZES}got 0 and 2. Give the run's own ",
     "--data x -- --micro-batch-size 2 --global-batch-size 3": f"{SIZES}got 3 and 2. Give the run's",
-    f"--data x --against=--global-batch-size=4 {ONE_ROW}": (
-        "OptionError: --against must keep the step of 1 rows, got --global-batch-size 4. Drop "
-    ),
     "--data": (
         "OptionError: explain --data must have the run's own flags after --, got none. Add them: "
     ),
@@ -316,7 +283,6 @@ BAD = [
     (CP2, '{"loss_mask": [1, 1, 1]}', SEQUENCE),
     (CP2, "4", LENGTH),
     (CP2, '{"length": 4}', LENGTH),
-    (f"--data PATH --against=--context-parallel-size=2 {ONE_ROW}", "4", LENGTH),
     (f"--data PATH {ONE_ROW} --global-batch-size 3", "4\n4", NO_ROWS.replace("1 r", "3 r")[:-42]),
 ]
 
@@ -341,9 +307,6 @@ def test_the_picture_is_written_or_the_path_named(capsys, tmp_path, monkeypatch)
         error = refusal(capsys, *STEP, "--plot", str(path))
         assert error.startswith("OptionError: --plot must name a .png, .svg or .pdf ")
         assert str(path) in error
-    data = ["--data", write(tmp_path / "lengths.txt", *FOUR), "--plot", str(tmp_path / "a.png")]
-    assert main(["explain", *data, *RUN]) == 0
-    assert capsys.readouterr().err == f"drawn: {data[-1]}\n"
     nothing = refusal(capsys, "--lengths", "0", "--plot", str(tmp_path / "out.png"))
     assert nothing.startswith("OptionError: --plot needs a sample with loss tokens, got none. ")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -366,7 +329,7 @@ def test_the_guide_shows_what_is_printed(capsys, tmp_path):
     for args in (step, ["--data", path, *RUN]):
         out = printed(capsys, *args)
         assert f"```text\n{out}```\n" in GUIDE
-    assert "25.0 % of the weight moves to other" in out and "0.67 to 2.00 times" in out
+    assert "25.0 % of the weight is on other" in out and "0.67 to 2.00 times" in out
 
 
 # Two steps of two rows on two context-parallel ranks, which hold the first and last quarter of a
@@ -416,20 +379,8 @@ def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp
     out = printed(capsys, "--data", path, "--", *run)
     assert out.startswith("Stock Megatron gives a token 0.50 times its weight in token_mean.\n")
     assert "\nIts weights add up to 0.50 in a step, where those of a mean add up to 1:\n" in out
-    assert "\n            this run            0.50       50.0 %\n" in out
-    assert "\n--micro-batch-size 2            1.00        0.0 %\n" in out
-    assert "with --micro-batch-size 2:\n0.0 % of the weight moves to other" in out
-
-
-def test_microbatch_mean_differs_only_where_the_microbatches_do(capsys, tmp_path):
-    path = write(tmp_path / "rows.jsonl", *ROWS)
-    run = ["--", "--micro-batch-size", "1", "--global-batch-size", "2", "--context-parallel-size=2"]
-    for against, exception in (
-        ("micro-batch-size=2", " but microbatch_mean"),
-        ("context-parallel-size=1", ""),
-    ):
-        out = printed(capsys, "--data", path, f"--against=--{against}", *run)
-        assert f"Every mode of --loss-aggregation{exception}\ngives a token the same weight" in out
+    assert "\n50.0 % of the parts (microbatches on one context-parallel rank)\n" in out
+    assert "\n0.0 % of the weight is on other tokens" in out
 
 
 def test_the_formula_without_numbers_is_that_of_the_docstring():

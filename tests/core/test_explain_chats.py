@@ -84,7 +84,9 @@ REFUSED = {
         "DataError: the chat template must write a turn alike whatever follows it, got another "
         "text for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
     ),
-    "plain": "OptionError: --tokenizer must have a chat template, got none in FOLDER/plain. Name",
+    "plain": (
+        "OptionError: --tokenizer must have a chat template for these messages, got ValueError: "
+    ),
     "nowhere": (
         "OptionError: --tokenizer must name a tokenizer that transformers can load, got "
         "FOLDER/nowhere ("
@@ -113,8 +115,8 @@ def test_chats_are_padded_and_split_as_rows(answers_by_name: dict[str, Answer]) 
     # Zigzag: positions 0 to 7 of 32 and the last ones are the first rank's. It has the 4 tokens of
     # the first chat (4 to 7), and of the second (4 to 7, 12 and 13) 4 of 6. Parts of 4, 0, 4 and 2.
     printed = answers_by_name["split"].said
-    assert "\n                 this run            0.75       25.0 %\n" in printed
-    assert "\n--context-parallel-size 1            1.00        0.0 %\n" in printed
+    assert "\nIts weights add up to 0.75 in a step" in printed
+    assert "\n25.0 % of the parts (" in printed
     # M = 10: 10 / (4 * 4) in parts of 4 tokens, and 10 / (4 * 2).
     assert printed.startswith("Stock Megatron gives a token 0.62 to 1.25 times its weight")
     # Rows of 6 positions have 2 of each chat.

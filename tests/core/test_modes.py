@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_loss_agg import Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
 from megatron_loss_agg.counting import Samples
 from megatron_loss_agg.describe import counts_in_words
 from tests.core.meaning import (
@@ -205,7 +205,7 @@ def test_losses_by_sample_are_samples_of_one_token():
     plan = StepPlan.build(agg, [pairs, one])
     assert_same(plan.coefficients(0), [1 / 6, 1 / 3, 0], 1e-15)
     assert_same(plan.weights(1), [1 / 3], 1e-7)
-    assert [*plan.model_tokens, *plan.positions] == [24, 7, 24, 7]
+    assert [*plan.model_tokens] == [24, 7]
     mean = StepPlan.build(aggregation("sample_mean", rejected="skip"), [pairs, one])
     assert_same(mean.coefficients(0), [1 / 3, 1 / 3, 0], 1e-15)
     # What the losses are computed from, copied.
@@ -270,6 +270,11 @@ def test_mask_sums_and_their_ids_may_have_any_form(ids):
     assert [*plan.coefficients(0).tolist(), *plan.coefficients(1).tolist()] == expected
     wide = StepPlan.from_mask_sums(aggregation("token_mean"), [2.0**24 + 1, 1.0])
     assert wide.counts.tokens == 2**24 + 2  # summed in fp64
+
+
+def test_a_preset_differs_from_its_mode():
+    # The terms are the key under which the words that ranks compare are cached.
+    assert LossAggregation.preset("verl/token-mean") != LossAggregation(mode="token_mean")
 
 
 def test_strings_are_hashed_alike_everywhere():

@@ -135,10 +135,9 @@ def assert_sums_alike(step: Drawn, plan: StepPlan, rank: int, group: Any) -> Non
         assert_same(of_sums.coefficients(i), plan.coefficients(i), 1e-13)
         assert all(torch.equal(of_sums.ids(unit, i), plan.ids(unit, i)) for unit in units)
     table = of_sums.samples
-    active, samples = int(table.mask_sum.count_nonzero()), len(table.mask_sum)
-    tokens = {"active_tokens": None, "model_tokens": active, "positions": samples}
+    tokens = {"active_tokens": None, "model_tokens": int(table.mask_sum.count_nonzero())}
     assert of_sums.counts == plan.counts._replace(**tokens)
-    assert [*of_sums.shapes, *of_sums.model_tokens, *of_sums.positions] == []
+    assert [*of_sums.shapes, *of_sums.model_tokens] == []
 
 
 def overwritten(step: Drawn, rank: int) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term
+from megatron_loss_agg import LossAggregation, Microbatch, Term
 from megatron_loss_agg.mcore import SampleLoss, WeightReports
-from megatron_loss_agg.mcore.parts.modes import equal_modes
 from tests.host import gpt, gradients
 from tests.host.cases import (
     EVALUATION,
@@ -217,54 +216,6 @@ def test_the_weighing_of_the_samples_is_reported_of_training(topology: str) -> N
         )
     ]
     assert_exact(TOPOLOGIES[topology], cases, with_weighing)
-
-
-# Mask sums and prompts of a step's samples, modes, and which of them are said to be equal.
-EQUAL: list[tuple[list[float], list[int], str, list[str]]] = [
-    (
-        [3, 3, 3],
-        [0, 0, 1],
-        "token_mean sample_mean prompt_mean",
-        ["sample_mean equals token_mean"],
-    ),
-    (
-        [3, 5, 2],
-        [4, 9, 7],
-        "sample_mean token_mean prompt_mean",
-        ["prompt_mean equals sample_mean"],
-    ),
-    (
-        [1, 3, 2, 2],
-        [0, 0, 1, 1],
-        "prompt_mean token_mean sample_mean",
-        ["token_mean equals prompt_mean"],
-    ),
-    (
-        [1, 3],
-        [5, 5],
-        "token_mean prompt_mean sample_mean",
-        ["prompt_mean equals token_mean"],
-    ),
-    (
-        [2, 2],
-        [0, 1],
-        "token_mean sample_mean prompt_mean sample_sum",
-        [
-            "sample_mean equals token_mean",
-            "prompt_mean equals token_mean",
-        ],
-    ),
-    ([3, 0, 3], [0, 1, 2], "token_mean sample_mean", []),  # an empty sample counts
-    ([3, 3.0000001], [0, 1], "token_mean sample_mean", []),
-]
-
-
-def test_modes_are_said_to_be_equal_if_they_weigh_every_sample_alike() -> None:
-    for sums, prompts, modes, said in EQUAL:
-        aggregations = [aggregation(mode) for mode in modes.split()]
-        plan = StepPlan.from_mask_sums(aggregations[0], sums, prompt_ids=torch.tensor(prompts))
-        assert plan.samples is not None
-        assert equal_modes(aggregations, plan.samples) == said
 
 
 def without_prompts(batch: dict[str, Any], _: tuple[int, ...]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.mcore import LossHook, Prefetch, read_batch
+from megatron_loss_agg.mcore import Extension, LossHook, Prefetch, read_batch
 from tests.host import gpt, gradients
 from tests.host.cases import EVALUATION, Batch, Call, Case, assert_exact
 from tests.host.harness import EXACT, TOPOLOGIES, error_of, on_ranks_of, run_host_ranks
@@ -254,6 +254,14 @@ def in_one_buffer(batches: Iterator[Batch], flips: bool = False) -> Iterator[Bat
         yield {**batch, "loss_mask": buffer}
 
 
+def ids_in_one_buffer(batches: Iterator[Batch]) -> Iterator[Batch]:
+    buffer = None
+    for batch in batches:
+        ids = batch["prompt_ids"]
+        buffer = ids.clone() if buffer is None else buffer.copy_(ids)
+        yield {**batch, "prompt_ids": buffer}
+
+
 def one_mask_for_all(batches: Iterator[Batch]) -> Iterator[Batch]:
     mask = torch.ones(2, ROW, dtype=torch.float64)
     for batch in batches:
@@ -284,6 +292,17 @@ REFUSED = {
     "masks in one buffer": Refusal(OVERWRITTEN, two_rows("token_mean", iterator=in_one_buffer)),
     "masks of equal sums in one buffer": Refusal(
         OVERWRITTEN, two_rows(iterator=functools.partial(in_one_buffer, flips=True))
+    ),
+    "ids of the mode in one buffer": Refusal(OVERWRITTEN, two_rows(iterator=ids_in_one_buffer)),
+    "ids that a function may read in one buffer": Refusal(
+        OVERWRITTEN, two_rows("custom", iterator=ids_in_one_buffer)
+    ),
+    "ids that an extension may read in one buffer": Refusal(
+        OVERWRITTEN,
+        two_rows("token_mean", iterator=ids_in_one_buffer, hook={"extensions": [Extension()]}),
+    ),
+    "ids that nothing reads in one buffer": Refusal(
+        case=two_rows("token_mean", iterator=ids_in_one_buffer, hook={"also": ["sample_mean"]})
     ),
     "a mask that all batches share": Refusal(case=two_rows(iterator=one_mask_for_all)),
     "a reader that returns a mask": Refusal(

@@ -275,6 +275,21 @@ def one_less(**arguments: Any) -> Any:
     return pipeline_parallel.get_forward_backward_func()(**arguments)
 
 
+def rehearsed(**arguments: Any) -> Any:
+    """Megatron's schedule, with a forward step that runs twice for each microbatch."""
+    forward_step = arguments.pop("forward_step_func")
+
+    def twice(*args: Any) -> Any:
+        forward_step(*args)
+        return forward_step(*args)
+
+    return pipeline_parallel.get_forward_backward_func()(**arguments, forward_step_func=twice)
+
+
+def read_at_hand(_: Any, number: int) -> list[Any]:
+    return [*map(read_batch, two_rows().data(gpt.data_rank()))]
+
+
 def of_whole_logits(iterator: Any, model: Any) -> Any:
     """The script's own loss of logits that the model gathers over tensor-parallel ranks."""
     logits, labels, mask = gpt.outputs(gpt.received(iterator), model)
@@ -340,6 +355,14 @@ SETTINGS = {
     "fewer losses than microbatches": Refusal(
         "HostError: the schedule must compute one loss for each of the 2 microbatches, got 1",
         two_rows(call={"schedule": one_less}),
+    ),
+    "more forward steps than microbatches": Refusal(
+        "HostError: a forward step must run once for each of the 2 microbatches, got one more. Call it",
+        two_rows(
+            iterator=itertools.cycle,
+            hook={"read_step": read_at_hand},
+            call={"schedule": rehearsed},
+        ),
     ),
     "no number of microbatches": Refusal(
         "HostError: the schedule needs Megatron's arguments by keyword, got none for num_microbatches",

@@ -33,9 +33,9 @@ def explained(case: Case, topology: Topology) -> tuple[Weights, list[float]]:
         context_parallel_size=cp_size,
         calculate_per_token_loss=case.per_token,
     )
-    cells = Cells.read(rows, len(rows), {1, cp_size})
-    run = StockRun.weigh("", flags, cells)
-    places = zip(cells.sample_C.tolist(), cells.rank_C[cp_size].tolist(), strict=True)
+    cells = Cells.read(rows, len(rows), cp_size)
+    run = StockRun.weigh(flags, cells)
+    places = zip(cells.sample_C.tolist(), cells.rank_C.tolist(), strict=True)
     all_tokens = float(cells.tokens_S.sum())
     weight_at = dict(zip(places, (run.weight_C / all_tokens).tolist(), strict=True))
     order = [i for rank in case.places for of_mb in rank for i in of_mb]

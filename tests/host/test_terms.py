@@ -176,6 +176,15 @@ def test_a_term_with_multiplier_0_reaches_no_gradient() -> None:
     assert_exact(TOPOLOGIES["dp2"], [case], lambda _: (gradient, {}))
 
 
+@on_ranks_of("dp2", "pp2")
+def test_a_loss_whose_terms_are_all_off_has_no_gradient(name: str) -> None:
+    chunks = build_chunks(TOPOLOGIES[name], False)
+    terms = {x: dataclasses.replace(WATCHED[x], multiplier=0.0) for x in ("watched", "policy")}
+    data = Case("", places=(((0, 1),),)).data(0)
+    gpt.run_step(LossHook(terms), chunks, data, 1, forward_step_func=watched_step)
+    assert not gradients.flat(chunks).any()  # as it is with NaN
+
+
 NO_TOKENS = (
     "DataError: a step must have an active token, and every token is masked ... "
     "skip or train (--loss-aggregation-empty-step"

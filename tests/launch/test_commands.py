@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sysconfig
 from pathlib import Path
-
-import pytest
 
 from megatron_loss_agg.launch.doctor import check_release  # of any release
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -42,19 +38,10 @@ BAD_STARTS = {
     "SCRIPT @ sum @-split zigzag-pack": (
         "OptionError: @-split must be one of zigzag, zigzag_pack, contiguous, got 'zigzag-pack'."
     ),
-    # Flags of earlier versions.
-    "SCRIPT @ sum @-mask=model": (
-        "OptionError: @-mask was removed: a mask that the model makes during its forward pass is "
-        "not known before the step. Compute the mask in the data, or run a forward pass before "
-        "the step, and remove @-mask."
-    ),
+    # A flag of the version before.
     "SCRIPT @ sum @-moe whole": (
         "OptionError: @-moe was removed: the losses of routers are an example of an extension. Write "
         "@-extension routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
-    ),
-    "@ sum @-factors key | SCRIPT": (
-        "OptionError: @-factors was removed: a factor of each token belongs into the losses of a "
-        "TokenLoss. Multiply the losses by the factor in the script's TokenLoss, and remove"
     ),
     "SCRIPT @": "OptionError: argument @: expected one argument. Correct this flag",
     "SCRIPT @ sum @-divisor x": (
@@ -102,10 +89,6 @@ BAD_STARTS = {
         "OptionError: @-mismatch must be one of stop, warn, got 'ignore'. Change @-mismatch."
     ),
     "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch must be module:name of a function",
-    "--cpu SCRIPT @ sum --cpu": (
-        "OptionError: --cpu must stand before the script, got it behind examples/pretrain_gpt.py. Write "
-        "--cpu examples/pretrain_gpt.py ..."
-    ),
 }
 USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
 
@@ -118,7 +101,7 @@ def test_a_bad_start_ends_with_one_line_before_megatron_is_imported() -> None:
         assert line.startswith("megatron_loss_agg: ")
         assert_says(line.removeprefix("megatron_loss_agg: "), text.replace("@", FLAG))
         # It names the flag to change.
-        assert FLAG in line or "--cpu must" in line or "SCRIPT must be a file" in line
+        assert FLAG in line or "SCRIPT must be a file" in line
 
 
 def test_a_start_without_a_script_shows_the_usage() -> None:
@@ -137,7 +120,6 @@ DOCTOR = {
         "the batches must have prompt_ids"
     ),
     f"--cpu examples/pretrain_gpt.py --num-layers 2 {MODE}": "OK: prompt_mean",
-    f"examples/pretrain_gpt.py --cpu {MODE}": "FAIL: OptionError: --cpu must stand before the script",
     "examples/pretrain_gpt.py --num-layers 2 @ sum @-also rollout_mean": (
         "OK: sum; w_t = m_t; also rollout_mean; no other flag conflicts with it; "
         "the batches must have rollout_ids"
@@ -165,8 +147,14 @@ DOCTOR = {
 }
 
 
+def findings(said: str) -> dict[str, str]:
+    """By the name of its check, each finding as "LEVEL: text"."""
+    lines = (line.split(maxsplit=2) for line in said.splitlines())
+    return {name: f"{level}: {text}" for level, name, text in lines}
+
+
 def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> None:
-    first, *others = answers(["doctor", *(f"doctor --json -- {flags}" for flags in DOCTOR)])
+    first, *others = answers(["doctor", *(f"doctor -- {flags}" for flags in DOCTOR)])
     checks = first.said.splitlines()
     assert first.code == 0, checks
     assert {line.split()[0] for line in checks} <= {"OK", "WARN"}
@@ -174,12 +162,11 @@ def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> N
     assert names[:5] == ["python", "megatron_loss_agg", "torch", "megatron-core", "launcher"]
     assert checks[4].endswith("Megatron's schedules and optimizers, and of megatron.training")
     for result, (script_flags, text) in zip(others, DOCTOR.items(), strict=True):
-        report = json.loads(result.said)
-        (last,) = (finding for finding in report["findings"] if finding["check"] == "flags")
-        assert_says(f"{last['level']}: {last['text']}", text.replace("@", FLAG))
-        assert report["ok"] == (not text.startswith("FAIL")) == (result.code == 0)
+        last = findings(result.said)["flags"]
+        assert_says(last, text.replace("@", FLAG))
+        assert last.startswith("FAIL") == (result.code == 1)
         if "-sft-prompt-field" in script_flags:
-            assert "the batches must have" not in last["text"]
+            assert "the batches must have" not in last
 
 
 def test_a_framework_that_is_not_there_is_named() -> None:
@@ -190,13 +177,13 @@ def test_a_framework_that_is_not_there_is_named() -> None:
 
 
 def test_without_megatron_it_says_what_to_install() -> None:
-    (result,) = answers(["doctor --json -- @ token_mean"], with_megatron=False)
+    (result,) = answers(["doctor -- @ token_mean"], with_megatron=False)
     assert result.code == 1
-    by_check = {finding["check"]: finding for finding in json.loads(result.said)["findings"]}
+    by_check = findings(result.said)
     assert "launcher" not in by_check
-    assert by_check["megatron-core"]["level"] == "FAIL"
-    assert ". Run pip install megatron-core, or " in by_check["megatron-core"]["text"]
-    assert by_check["flags"]["level"] == "WARN"
+    assert by_check["megatron-core"].startswith("FAIL: ")
+    assert ". Run pip install megatron-core, or " in by_check["megatron-core"]
+    assert by_check["flags"].startswith("WARN: ")
 
 
 RELEASES = {"0.12.3": "FAIL", "0.13.1": "WARN", "0.14.0": "OK", "0.19.2": "OK"}
@@ -211,44 +198,20 @@ def test_a_release_is_judged_by_its_number() -> None:
 
 
 def test_the_checkout_of_a_script_is_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Though it is not on PYTHONPATH: the script's own folder comes first when it runs."""
     for name, source in {
         "megatron/core/__init__.py": "__version__ = '0.12.3'",
-        "megatron/core/datasets/Makefile": "",
         "megatron/training/__init__.py": "import nowhere_to_be_found",
         "pretrain_gpt.py": "",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     line = f"doctor -- {tmp_path / 'pretrain_gpt.py'} @ token_mean"
-
-    def doctor_lines() -> dict[str, str]:
-        (found,) = run_ranks(answer, 1, line, initialized=False)
-        assert found.code == 1
-        return {line[6:24].strip(): line for line in found.said.splitlines()}
-
-    # Of a checkout whose data set helpers are to be built: all programs, none, all but pybind11.
-    python_scripts = {"all": "exit 0", "none": None, "no pybind11": "exit 1"}
-    helpers = {}
-    monkeypatch.delenv("CXX", raising=False)
-    for name, python in python_scripts.items():
-        programs = tmp_path / name
-        programs.mkdir()
-        for program in ("make", "g++", "python3", "python3-config") if python else ():
-            (programs / program).write_text(f"#!/bin/sh\n{python}\n")
-            (programs / program).chmod(0o755)
-        monkeypatch.setenv("PATH", str(programs))
-        lines = doctor_lines()
-        helpers[name] = lines.get("data set helpers", "")
-    assert helpers["all"] == ""
-    assert "without make, g++, python3, python3-config, pybind11. Install" in helpers["none"]
-    assert "end there without pybind11. Install" in helpers["no pybind11"]
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    (tmp_path / f"megatron/core/datasets/helpers_cpp{suffix}").touch()
-    assert "data set helpers" not in doctor_lines()
-
+    (result,) = run_ranks(answer, 1, line, initialized=False)
+    assert result.code == 1
+    by_check = findings(result.said)
     said = f"0.12.3 in {tmp_path} scales losses in another way than 0.13 and later. Install 0.14"
-    assert said in lines["megatron-core"]
-    assert "No module named 'nowhere_to_be_found'" in lines["megatron.training"]
+    assert said in by_check["megatron-core"]
+    assert "No module named 'nowhere_to_be_found'" in by_check["megatron.training"]

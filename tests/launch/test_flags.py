@@ -53,6 +53,7 @@ def test_the_flag_set_is_frozen() -> None:
 
 
 SKIPS = LossAggregation(mode="sample_mean", rejected="skip")
+PRESET_SKIPS = replace(SKIPS, name="nemo-rl/sequence_level")
 AGGREGATIONS = {
     "@ rollout_mean": LossAggregation(mode="rollout_mean"),
     "@ verl/seq-mean-token-mean": LossAggregation.preset("verl/seq-mean-token-mean"),
@@ -69,13 +70,13 @@ AGGREGATIONS = {
         mode="sample_mean", dataset_weights={0: 0.5, 1: 2.0}, sample_weights="count"
     ),
     "@ trl/grpo @-dataset-weights 0:3 @-sample-weights skip": LossAggregation(
-        mode="sample_mean", dataset_weights={0: 3.0}, sample_weights="skip"
+        mode="sample_mean", dataset_weights={0: 3.0}, sample_weights="skip", name="trl/grpo"
     ),
     # A preset keeps its own choice unless told.
-    "@ nemo-rl/sequence_level": SKIPS,
-    "@ nemo-rl/sequence_level @-empty skip": replace(SKIPS, empty="skip"),
-    "@ nemo-rl/sequence_level @-rejected count": replace(SKIPS, rejected="count"),
-    "@ areal/seq_mean @-empty count": LossAggregation(mode="sample_mean"),
+    "@ nemo-rl/sequence_level": PRESET_SKIPS,
+    "@ nemo-rl/sequence_level @-empty skip": replace(PRESET_SKIPS, empty="skip"),
+    "@ nemo-rl/sequence_level @-rejected count": replace(PRESET_SKIPS, rejected="count"),
+    "@ areal/seq_mean @-empty count": LossAggregation(mode="sample_mean", name="areal/seq_mean"),
 }
 
 
@@ -151,8 +152,8 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
         with pytest.raises(OptionError, match=f"^{name} is not a setting .*Write one of "):
             hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
-    with pytest.raises(OptionError, match=r"^--loss-aggregation-mask was removed: .*\. Compute"):
-        hook_from_args(argparse.Namespace(loss_aggregation="sum", loss_aggregation_mask="batch"))
+    with pytest.raises(OptionError, match=r"^--loss-aggregation-moe was removed: .*\. Write"):
+        hook_from_args(argparse.Namespace(loss_aggregation="sum", loss_aggregation_moe="whole"))
 
 
 LOOP = {"aggregate_evaluation": True, "prefetch": True}
@@ -246,16 +247,6 @@ def test_losses_of_mtp_have_a_mode_of_their_own_and_the_other_options_of_the_los
         OptionError, match=r"^--loss-aggregation-mtp must be one of megatron, same, tok"
     ):
         hook("@ token_mean @-mtp constant")
-
-
-@pytest.mark.parametrize("megatron_flags, interval", [(None, 1), ({"log_interval": 5}, 5)])
-def test_reports_by_data_set_average_as_megatrons_log_does(
-    megatron_flags: dict[str, Any] | None, interval: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = hook_arguments(monkeypatch, "@ sum @-report-datasets", megatron_flags)
-    (extension,) = arguments["extensions"]
-    assert isinstance(extension, DatasetReports)
-    assert extension._log_interval == interval
 
 
 BAD_EXTENSIONS = {

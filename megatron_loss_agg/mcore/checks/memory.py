@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import BY_ID
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import TermMicrobatches, term_microbatches
+from megatron_loss_agg.microbatch import Microbatch, TermMicrobatches, term_microbatches
+
+if TYPE_CHECKING:
+    from megatron_loss_agg.mcore.hook import LossHook
 
 
 class DrawnTensors:
-    """The masks, offsets and ids of drawn batches, with copies from before the next one was drawn."""
+    """What is counted of drawn batches, with copies from before the next one was drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self, hook: LossHook) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        aggregations = [*(term.aggregation for term in hook.terms.values()), *hook.also]
+        self._units = {unit for agg in aggregations for unit in agg.by_id}
+        # A custom function, or an extension other than that of `also`, may read any ids.
+        has_function = any(agg.function is not None for agg in aggregations)
+        self._reads_all_ids = has_function or len(hook.extensions) > bool(hook.also)
 
     def note(self, microbatch: TermMicrobatches) -> None:
-        tensors = [x for term in term_microbatches(microbatch) for x in term.tensors()]
+        tensors = [x for term in term_microbatches(microbatch) for x in self._counted(term)]
         self._pairs += [(x, _bytes(x)) for x in tensors]
+
+    def _counted(self, microbatch: Microbatch) -> list[Tensor]:
+        """The masks, the offsets, and the ids that are read."""
+        unread_units = {*BY_ID, *microbatch.ids} - self._units
+        unread = [] if self._reads_all_ids else [microbatch.ids_of(x) for x in unread_units]
+        return [x for x in microbatch.tensors() if not any(x is y for y in unread)]
 
     def check_unchanged(self) -> None:
         """Raise DataError if a later batch was written into the memory of an earlier one.

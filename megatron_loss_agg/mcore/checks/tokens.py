@@ -45,6 +45,7 @@ class TokenNotes:
     def __init__(self, is_first_step: bool, splits: set[str] | None) -> None:
         self._is_first_step = is_first_step
         self._splits = splits
+        self._is_open = splits is None or len(splits) > 1
         self._whole: dict[int, _WholeTokens] = {}  # by microbatch; empty on ranks that read none
         # The model's inputs by microbatch; None: it was not called.
         self._inputs: dict[int, Sequence[Tensor] | None] = {}
@@ -66,7 +67,7 @@ class TokenNotes:
         if self._is_first_step:
             return True
         if call.groups.dp_cp is not None:  # each rank has other microbatches
-            return any(plan.has_shared_microbatches for plan in plans.values())
+            return self._is_open
         microbatches = range(len(plan_of_first_term(plans).sizes))
         return any(self._is_open_for(token_shape(plans, i)) for i in microbatches)
 
@@ -74,6 +75,8 @@ class TokenNotes:
         """Whether the splits that are left differ in a rank's tokens of such a microbatch."""
         if self._is_first_step:
             return True
+        if not self._is_open:
+            return False
         if shape.local_cp_size is not None:
             return shape.local_cp_size > 1
         if "contiguous" in (self._splits or SPLITS):

@@ -52,32 +52,34 @@ class DatasetReports(Extension):
     calls. Under ``--sft`` Megatron averages quotients, as for every loss that it reports: there each
     call with tokens of the data set has the same weight, whatever their number.
 
-    Args:
-        log_interval: number of steps over which Megatron's log averages.
+    A data set that the first step lacks has the mean NaN in the step in which it first appears. Megatron
+    leaves a name out of its log for an interval with NaN: else it would also divide by steps before.
 
     Raises:
         DataError: in a training step: a microbatch without ids of data sets. In an evaluation there
             are then no reports.
     """
 
-    def __init__(self, log_interval: int = 1) -> None:
-        self._log_interval = log_interval
-        self._step = -1  # number of the training step
-        self._first_step: dict[int, int] = {}  # by data set: its first training step
+    def __init__(self) -> None:
+        self._has_trained = False
+        self._seen: set[int] = set()  # data sets with tokens in any training step
+        self._new: set[int] = set()  # those of a later step than the first that are new in this one
         # By `Call.trains`: an evaluation may come between the calls of a step.
         self._divisors: dict[bool, Divisors] = {}
 
     @contextmanager
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         if call.begins_step:
-            self._step += call.trains
-            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=self._step == 0):
+            is_first = call.trains and not self._has_trained
+            with failing_together([call.groups.pp], _ANOTHER_RANK_FAILED, when=is_first):
                 if call.trains:
                     _check_ids(plans)
             self._divisors[call.trains] = divisors = _divisors_of_step(call, plans)
             if call.trains:
-                for d in _datasets(divisors):
-                    self._first_step.setdefault(d, self._step)
+                datasets = {*_datasets(divisors)}
+                self._new = datasets - self._seen if self._has_trained else set()
+                self._seen |= datasets
+                self._has_trained = True
         yield
 
     @torch.no_grad()
@@ -99,25 +101,17 @@ class DatasetReports(Extension):
         call, plan = microbatch.call, microbatch.plans[name]
         divisors = self._divisors[call.trains]
         denominator = 1.0 if label == "lm" else report_denominator(plan)
-        ids = sorted(self._first_step) if call.trains else _datasets(divisors)
+        ids = sorted(self._seen) if call.trains else _datasets(divisors)
         for d, part in _sums_on_rank(microbatch, ids, name, weights).items():
             divisor = divisors[label].get(d, 0.0) if is_mean else 1.0
             if divisor == 0 and not call.trains:
                 # 0 / 0 is NaN unless another call of the evaluation has tokens of the data set.
                 pair = part.new_zeros(2)
-            elif divisor == 0 or (is_mean and self._is_new(call, d)):
+            elif divisor == 0 or (is_mean and call.trains and d in self._new):
                 pair = part.new_full((2,), math.nan)
             else:
                 pair = report_pair(call, plan, part / divisor, divisor * denominator)
             microbatch.report(f"{label} loss of dataset {d}", pair)
-
-    def _is_new(self, call: Call, d: int) -> bool:
-        """Whether Megatron's log cannot average the data set's mean yet.
-
-        Its average over an interval takes 0 for steps before the first report of a name, and leaves
-        out a name that was NaN in one of them.
-        """
-        return call.trains and self._first_step[d] > max(0, self._step - self._log_interval)
 
 
 def _datasets(divisors: Divisors) -> list[int]:
@@ -160,23 +154,23 @@ def _divisors_of_step(call: Call, plans: Mapping[str, StepPlan] | None) -> Divis
         return {}
 
     def divisors() -> dict[str, dict[int, float]]:
-        mask_sums = {"lm": _sums_by_dataset(plan_of_first_term(plans), are_weighted=False)}
+        mask_sums = {"lm": _sums_by_dataset(call, plan_of_first_term(plans), are_weighted=False)}
         return mask_sums | {
-            name: _sums_by_dataset(plan, are_weighted=plan.aggregation.within is not None)
+            name: _sums_by_dataset(call, plan, are_weighted=plan.aggregation.within is not None)
             for name, plan in plans.items()
         }
 
     return broadcast_result(divisors, call.groups.tp)
 
 
-def _sums_by_dataset(plan: StepPlan, are_weighted: bool) -> dict[int, float]:
+def _sums_by_dataset(call: Call, plan: StepPlan, are_weighted: bool) -> dict[int, float]:
     """The mask sum of each data set with tokens in the step, or the sum of its tokens' weights."""
     samples = plan.samples
     assert samples is not None  # since this rank reads data
     groups = samples.groups("dataset")
     sums = mask_sums = groups.sums(samples.mask_sum)
     if are_weighted:
-        coefficient_S, _ = coefficients(plan.aggregation, samples)
+        coefficient_S, _ = coefficients(plan.aggregation, samples, is_evaluation=not call.trains)
         sums = groups.sums(coefficient_S * samples.mask_sum)
     has_tokens = mask_sums > 0
     ids = groups.ids_G[has_tokens].tolist()

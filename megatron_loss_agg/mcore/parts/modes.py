@@ -21,13 +21,7 @@ from megatron_loss_agg.aggregation import (
     units_read,
 )
 from megatron_loss_agg.collectives import broadcast_result, failing_together
-from megatron_loss_agg.counting import (
-    Samples,
-    StepCounts,
-    check_fields,
-    coefficients,
-    counts_of,
-)
+from megatron_loss_agg.counting import StepCounts, check_fields, coefficients, counts_of
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
@@ -40,8 +34,6 @@ _ANOTHER_RANK_FAILED = (
     "another rank's batches lack what a mode of also= (--loss-aggregation-also) needs. Fix its error "
     "first."
 )
-_SAME = 1e-12
-"""Relative difference of coefficients up to which two modes count as equal."""
 
 
 class ModeReports(Extension):
@@ -99,15 +91,6 @@ class ModeReports(Extension):
             part = weighted_sum_unchecked(weights, term.losses)
             pair = aggregated_pair(call, plan, part)
             microbatch.report(f"{prefix}{plan.aggregation.label} loss", pair)
-
-    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
-        """The modes, and which of them and the loss's own are equal on this step."""
-        plan = plan_of_first_term(plans)
-        lines = {"also": ", ".join(x.label for x in self._aggregations)}
-        modes = [plan.aggregation, *(x for x in self._aggregations if _has_ids(plan, x))]
-        assert plan.samples is not None  # since the rank that prints reads data
-        equal = [] if plan.is_empty else equal_modes(modes, plan.samples)
-        return {**lines, "equal": "; ".join(equal)} if equal else lines
 
 
 def also_aggregations(
@@ -185,7 +168,7 @@ def replanned(
         results = []
         for agg in aggregations:
             check_fields(agg, plan.microbatches)
-            c_S, across = coefficients(agg, plan.samples)
+            c_S, across = coefficients(agg, plan.samples, is_evaluation=not call.trains)
             counts = counts_of(agg, plan.samples, across)
             results.append((c_S[plan.rows_S].clone(), counts))
         return results
@@ -195,18 +178,6 @@ def replanned(
         replace(plan, aggregation=agg, coefficient_S=c_S, counts=counts)
         for agg, (c_S, counts) in zip(aggregations, results, strict=True)
     ]
-
-
-def equal_modes(modes: Sequence[LossAggregation], samples: Samples) -> list[str]:
-    """A sentence for each mode that gives all samples the weights of an earlier one."""
-    mode_coefficients = [coefficients(agg, samples)[0] for agg in modes]
-    sentences = []
-    for i, agg in enumerate(modes):
-        for other, c_S in zip(modes[:i], mode_coefficients, strict=False):
-            if torch.allclose(mode_coefficients[i], c_S, rtol=_SAME, atol=0.0):
-                sentences.append(f"{agg.label} equals {other.label}")
-                break
-    return sentences
 
 
 class Unevenness(NamedTuple):
@@ -263,16 +234,6 @@ class WeightReports(Extension):
             effective_samples, longest_tenth = map(microbatch.constant_pair, self._unevenness)
             microbatch.report("effective samples", effective_samples)
             microbatch.report("weight of longest tenth", longest_tenth)
-
-    def first_lines(self, plans: Mapping[str, StepPlan]) -> Mapping[str, str]:
-        plan = plan_of_first_term(plans)
-        if plan.is_empty:
-            return {}
-        effective_samples, longest_tenth = _unevenness(plan)
-        return {
-            "weighed": f"{effective_samples:.4g} effective samples, {longest_tenth:.1%} of the weight "
-            "on the longest tenth"
-        }
 
 
 def _unevenness(plan: StepPlan) -> Unevenness:

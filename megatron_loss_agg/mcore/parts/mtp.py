@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import broadcast_result, failing_together
-from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.masks import shifted
 from megatron_loss_agg.mcore.call import Call, replaced
 from megatron_loss_agg.mcore.checks.before import check_schedule
@@ -73,7 +73,7 @@ class MTPAggregation(Extension):
         # MTP's plan of the running step; None on pipeline stages without a loss.
         self._plan: StepPlan | None = None
         self._masks: dict[int, list[Tensor]] = {}  # of the running call, see `_masks_on_rank`
-        self._losses = MTPLosses(0)
+        self._losses = _WithheldLosses(0)
 
     @contextmanager
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
@@ -81,7 +81,7 @@ class MTPAggregation(Extension):
             yield
             return
         check_schedule(call, _FLAG)
-        depths = number_of_depths(call.config)
+        depths = _number_of_depths(call.config)
         name, term = next(iter(call.terms.items()))
         _check_multiplier(name, term)
         if call.begins_step:
@@ -94,7 +94,7 @@ class MTPAggregation(Extension):
             yield
             return
         self._masks = _masks_on_rank(call, self._plan, depths)
-        self._losses = losses = MTPLosses(depths)
+        self._losses = losses = _WithheldLosses(depths)
         with losses.kept(call.chunks[-1]):
             yield
         losses.check_masks()
@@ -126,7 +126,7 @@ class MTPAggregation(Extension):
             microbatch.report(f"mtp_{depth} {self._label} loss", report_pair(call, plan, x))
 
 
-def number_of_depths(config: Any) -> int:
+def _number_of_depths(config: Any) -> int:
     """The number of the model's MTP layers; HostError if it does not train any."""
     depths = getattr(config, "mtp_num_layers", None)
     factor = getattr(config, "mtp_loss_scaling_factor", None)
@@ -139,18 +139,12 @@ def number_of_depths(config: Any) -> int:
     return int(depths)
 
 
-class MTPLosses:
-    """MTP's losses of one step, withheld from Megatron; for loops that weigh them themselves.
+class _WithheldLosses:
+    """MTP's losses of one call, withheld from Megatron.
 
     Megatron's ``compute_language_model_loss`` makes MTP's losses, and with labels the main one. In
     place of MTP's losses Megatron goes on with leaves of the same values. Their gradients are
     proportional to its shifted masks: they show whether it shifts labels as the weights are shifted.
-
-        losses = MTPLosses(config.mtp_num_layers)
-        with losses.kept(model):  # in the forward step
-            logits = model(tokens, ..., loss_mask=mask_of_tokens)
-        losses_by_depth = losses.take(masks)  # in the loss function, to be weighted and added
-        losses.check_masks()  # after the step
     """
 
     def __init__(self, depths: int) -> None:
@@ -189,14 +183,8 @@ class MTPLosses:
 
         Raises:
             HostError: the model has not computed a loss of each depth and token.
-            DataError: not one mask for each depth from 0 on, or of different numbers of tokens.
         """
         tokens = [mask.numel() for mask in masks]
-        if len(tokens) != self._depths + 1 or len({*tokens}) > 1:
-            raise DataError(
-                f"masks of MTP must be one for each depth from 0 to {self._depths}, of as many tokens "
-                f"each, got {tokens} tokens. Shift the loss mask by each depth."
-            )
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
         sizes = [x.numel() for x in losses]
