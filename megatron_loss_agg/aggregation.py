@@ -412,7 +412,25 @@ def _advice_on_mode(name: object) -> str:
     """Advice on an unknown mode."""
     if name in PRESETS:
         return f"It is a preset: write LossAggregation.preset({name!r})."
+    words = str(name).lower().replace("-", "_")
+    # Systems have one name for different means, and different names for one.
+    system_presets = [x for x in PRESETS if x.partition("/")[2].replace("-", "_") == words]
+    if words in MODES and words != name:
+        also = (
+            f", or the preset of a system: {_with_modes(system_presets)}" if system_presets else ""
+        )
+        return f"Choose {words}{also} (mode=, or --loss-aggregation)."
+    if system_presets:
+        return (
+            f"Choose the preset of your system, {_with_modes(system_presets)} (LossAggregation.preset, or "
+            "--loss-aggregation)."
+        )
     return f"Choose one of {', '.join(MODES)} (mode=, or --loss-aggregation)."
+
+
+def _with_modes(presets: Iterable[str]) -> str:
+    """Presets, each with its mode."""
+    return ", ".join(f"{name} ({PRESETS[name].mode})" for name in presets)
 
 
 def _advice_on_preset(name: str) -> str:

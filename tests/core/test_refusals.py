@@ -168,7 +168,24 @@ OF_FUNCTION = (
 )
 # The class of an error; how its text begins, or what is in it; and the call that raises it.
 CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
-    (OptionError, f"^unknown mode 'dapo'. {MODES}", aggregating("dapo")),
+    (OptionError, f"^unknown mode 'mean'. {MODES}", aggregating("mean")),
+    (
+        OptionError,
+        r"^unknown mode 'bnpo'. Choose the preset of your system, ms-swift/bnpo \(token_mean\), "
+        r"trl/bnpo \(microbatch_mean\) \(",
+        aggregating("bnpo"),
+    ),
+    (
+        OptionError,
+        r"^unknown mode 'seq-mean-token-mean'. Choose the preset of your system, verl/seq-mean-token-mean",
+        aggregating("seq-mean-token-mean"),
+    ),
+    (
+        OptionError,
+        r"^unknown mode 'SAMPLE-MEAN'. Choose sample_mean, or the preset of a system: "
+        r"slime/sample_mean \(rollout_mean\), ",
+        aggregating("SAMPLE-MEAN"),
+    ),
     (OptionError, f"^unknown mode None. {MODES}", aggregating(None)),
     (OptionError, r"'token-mean'. Choose", aggregating("token-mean")),
     (
