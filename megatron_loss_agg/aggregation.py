@@ -422,13 +422,13 @@ def _advice_on_mode(name: object) -> str:
         return f"Choose {words}{also} (mode=, or --loss-aggregation)."
     if system_presets:
         return (
-            f"Choose the preset of your system, {_with_modes(system_presets)} (LossAggregation.preset, or "
-            "--loss-aggregation)."
+            f"Choose the preset of your system, {_with_modes(system_presets)} "
+            "(LossAggregation.preset, or --loss-aggregation)."
         )
     return f"Choose one of {', '.join(MODES)} (mode=, or --loss-aggregation)."
 
 
-def _with_modes(presets: Iterable[str]) -> str:
+def _with_modes(presets: Sequence[str]) -> str:
     """Presets, each with its mode."""
     return ", ".join(f"{name} ({PRESETS[name].mode})" for name in presets)
 

@@ -177,7 +177,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         OptionError,
-        r"^unknown mode 'seq-mean-token-mean'. Choose the preset of your system, verl/seq-mean-token-mean",
+        r"^unknown mode 'seq-mean-token-mean'. Choose the preset of your system, verl/seq-",
         aggregating("seq-mean-token-mean"),
     ),
     (
