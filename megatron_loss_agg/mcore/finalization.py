@@ -25,7 +25,9 @@ def finish_gradients(call: Call, denominator: Tensor) -> None:
         # Without overlap, finalization does it.
         if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
             chunk.start_grad_sync()
-    options = {} if call.pg_collection is None else {"pg_collection": call.pg_collection}
+    # Arguments that the schedule would pass on.
+    names = ("pg_collection", "force_all_reduce")
+    options = {name: call.arguments[name] for name in names if call.arguments.get(name)}
     finalize([*call.chunks], denominator, **options)
 
 

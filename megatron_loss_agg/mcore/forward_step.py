@@ -31,6 +31,7 @@ class TermLosses:
     is_whole: bool = False  # every context-parallel rank has the losses of all tokens, or samples
     sequence_mask_sum: Tensor | None = None  # this rank's part of each sequence's mask sum
     read_mask: Tensor | None = None  # that of the batch, where the loss has decided another one
+    rejected: Tensor | None = None  # bool [samples], decided by the loss
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class ScriptLosses:
     is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
     stock_loss: Any = None  # the loss that a stock loss function returned
     has_token_count: bool = False  # beside the stock loss, which is then a sum, not a mean
-    rejected: Tensor | None = None  # bool [samples], decided by the loss
     decides_masks: bool = False  # see `token_loss.MaskedLosses`
 
 
@@ -83,7 +83,6 @@ def script_losses(
             report=functools.reduce(merged_reports, (part.report for part in parts), {}),
             further_reports=[x for part in parts for x in part.further_reports],
             is_gathered=any(part.is_gathered for part in parts),
-            rejected=next((part.rejected for part in parts if part.rejected is not None), None),
             decides_masks=any(part.decides_masks for part in parts),
         )
     if isinstance(loss_function, LossFunction):

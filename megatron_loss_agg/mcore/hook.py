@@ -258,7 +258,8 @@ class LossHook:
         Every group that the aggregation reads by id, such as a prompt, must be whole in one call of one
         data-parallel rank; and in one microbatch, if the losses decide their masks (`MaskedLosses`).
         Several terms must have one denominator. The modes ``custom`` and ``dataset_mean``, losses that
-        Megatron adds by itself (routers, MTP) and its FSDP are refused.
+        Megatron adds by itself (routers, MTP), its FSDP and dynamic context parallelism are refused. In
+        mode ``sum`` the reported loss is infinite if the first data-parallel rank makes no call.
 
         Args:
             model: that of the schedule; a rank needs it if it makes no call.

@@ -28,7 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Unit
-from megatron_loss_agg.collectives import all_gather, any_rank, failing_together, for_backend
+from megatron_loss_agg.collectives import (
+    all_gather,
+    any_rank,
+    failing_in_broadcast,
+    failing_together,
+)
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import BatchReader
 from megatron_loss_agg.mcore.call import Call, innermost
@@ -37,18 +42,25 @@ from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
 from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
 from megatron_loss_agg.mcore.first_lines import print_first_lines_of_stream
-from megatron_loss_agg.mcore.forward_step import ScriptLosses, TermLosses, script_losses
+from megatron_loss_agg.mcore.forward_step import (
+    Report,
+    ScriptLosses,
+    TermLosses,
+    report_mapping,
+    script_losses,
+)
 from megatron_loss_agg.mcore.reports import report_denominator
 from megatron_loss_agg.mcore.scale import StreamScale
 from megatron_loss_agg.mcore.split import TermSamples, sums_of_samples, weights_on_rank
-from megatron_loss_agg.mcore.step import Plans, Step, counted
+from megatron_loss_agg.mcore.step import Plans, Step, counted, is_empty
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, recounted
+from megatron_loss_agg.report import Sum
 
 if TYPE_CHECKING:
     from megatron_loss_agg.mcore.hook import LossHook
 
 _ANOTHER_RANK_FAILED = (
-    "another rank failed at the end of the step. Fix the error of that rank first."
+    "another rank failed while counting the step. Fix the error of that rank first."
 )
 _LARGE = 2.0**20
 """Multiplies all denominators, which may be small, since Megatron takes less than 1 token for 1."""
@@ -80,6 +92,25 @@ class Part(Step):
                     results[-1][name][1] = 0
         return results
 
+    def _reports(
+        self,
+        call: Call,
+        plans: Plans,
+        script: ScriptLosses,
+        weights: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor],
+    ) -> dict[str, Any]:
+        if script.further_reports:
+            # They get weights that only the denominator of the step must divide, so that means by
+            # weight are right.
+            weights = {name: call.scale.denominator * x for name, x in weights.items()}
+            further = [
+                (functools.partial(_without_sums, report), names)
+                for report, names in script.further_reports
+            ]
+            script = replace(script, further_reports=further)
+        return super()._reports(call, plans, script, weights, sums)
+
     def loss(
         self, call: Call, plans: Plans, i: int, loss_function: Any, output: Any
     ) -> tuple[Any, ...]:
@@ -98,65 +129,87 @@ class Part(Step):
         if script.is_gathered:
             self.gathered.add(i)
         for name, term in script.terms.items():
-            assert term.read_mask is not None
-            read = replace(term, mask=term.read_mask)
+            # A mapping of loss functions may have some that leave the mask as it was.
+            read_mask = term.mask if term.read_mask is None else term.read_mask
+            read = replace(term, mask=read_mask)
             samples = self.samples[name].in_microbatch(i, read)
             weights = weights_on_rank(samples, read)
             note = note_sums(samples, plans[name], i, read, weights, self.is_first)
             self.sums[i].append(note)
-            mask, read_mask = term.mask.reshape(-1), term.read_mask.reshape(-1)
+            mask, read_mask = term.mask.reshape(-1), read_mask.reshape(-1)
             self._exceeds.append(((mask > read_mask) | ~(mask >= 0)).any())
 
     def _decided_part(self, call: Call, plans: Plans, i: int, script: ScriptLosses) -> Part:
         """Microbatch ``i`` as a part of its own, with the masks that its loss has decided."""
-        if call.groups.dp_cp is not None:
-            raise HostError(
-                "a mask that the loss decides needs the same context-parallel ranks for all "
-                "microbatches, got dynamic context parallelism. Drop one of them."
-            )
-        sums = {name: self._decided_sums(call, name, i, x) for name, x in script.terms.items()}
-
-        def recount() -> Plans:
-            return {
-                name: recounted(
-                    plans[name], i, self.hook.units, x[:-1], int(x[-1]), script.rejected
-                )
-                for name, x in sums.items()
-            }
-
-        part = Part(self.hook, self.key + 1 + i)
-        recounted_plans = recount() if call.groups.reads_data else None
+        counts = {name: self._decided_counts(call, name, i, x) for name, x in script.terms.items()}
+        part, recounted_plans = Part(self.hook, self.key + 1 + i), None
+        with failing_in_broadcast(call.groups.tp):
+            if call.groups.reads_data:
+                recounted_plans = {
+                    name: recounted(plans[name], i, self.hook.units, *x)
+                    for name, x in counts.items()
+                }
         part.plans = broadcast_plans(recounted_plans, call.terms, call.groups.tp)
         part.samples = {name: TermSamples(call, plan) for name, plan in part.plans.items()}
         return part
 
-    def _decided_sums(self, call: Call, name: str, i: int, term: TermLosses) -> Tensor:
-        """fp64 [samples + 1] on the CPU: each sample's mask sum, and the number of active tokens.
-
-        Over all context-parallel ranks. Waits for the device.
+    def _decided_counts(
+        self, call: Call, name: str, i: int, term: TermLosses
+    ) -> tuple[Tensor, int, Tensor | None]:
+        """Over all context-parallel ranks, on the CPU, for `recounted`: mask sums, fp64 [samples]; the
+        number of active tokens; and rejected samples. Waits for the device.
         """
         samples, plan = self.samples[name].in_microbatch(i, term), (self.plans or {})[name]
-        mask = term.mask.double().reshape(-1)
+        mask, number = term.mask.double().reshape(-1), plan.sizes[i]
         sums = sums_of_samples(mask, plan.shapes[i], samples.starts)
-        sums = torch.cat([sums, (mask != 0).sum().double().view(1)])
-        if samples.cp.size > 1 and not term.is_whole:
-            sums = for_backend(sums, call.groups.cp)
-            dist.all_reduce(sums, group=call.groups.cp)
-        return sums.cpu()
+        rejected = sums.new_zeros(number) if term.rejected is None else term.rejected.to(sums)
+        if rejected.shape != (number,):
+            raise DataError(
+                f"rejected of MaskedLosses must be bool [samples], of the {number} samples of the "
+                f"microbatch, got shape {tuple(rejected.shape)}. Give one for each sample."
+            )
+        counts = torch.cat([sums, (mask != 0).sum().to(sums).view(1), rejected])
+        counts_by_rank = all_gather(counts, call.groups.cp)
+        same = counts_by_rank if term.is_whole else counts_by_rank[:, number + 1 :]
+        if not torch.allclose(same, same[:1].expand_as(same)):
+            raise DataError(
+                "all context-parallel ranks must decide the same rejected samples, and the same mask "
+                "for gathered losses, got different ones. Decide them from all tokens of a sample: "
+                "TokenLoss(gather=), SampleLoss(per_token=), or sums over these ranks."
+            )
+        counts = counts_by_rank[0] if term.is_whole else counts_by_rank.sum(dim=0)
+        is_rejected = None if term.rejected is None else counts_by_rank[0, number + 1 :].bool()
+        return counts[:number], int(counts[number]), is_rejected
 
-    def _compare(self, call: Call, plans: Plans) -> None:
-        super()._compare(call, plans)
+    def _check_number_of_losses(self, plans: Plans) -> None:
+        super()._check_number_of_losses(plans)
+        # Not in `_compare`, whose errors may be warnings: the denominator would lack the others.
         if self.decided and len(self.decided) != len(plan_of_first_term(plans).sizes):
             raise DataError(
                 "the losses of all microbatches of a call must decide their masks, or of none, got "
                 f"{len(self.decided)} of {len(self.sums)}. Return MaskedLosses always."
             )
+
+    def _compare(self, call: Call, plans: Plans) -> None:
+        super()._compare(call, plans)
         if self._exceeds and bool(torch.stack(self._exceeds).any()):
             raise DataError(
                 "a mask that the loss decides must be from 0 to the loss_mask of its TokenLoss (or to "
                 "1, of a sample), got values outside. Give the largest mask as loss_mask, and in the "
                 "batch."
             )
+
+
+def _without_sums(report: Report, losses: Any, weights: Any) -> Mapping[str, Any]:
+    """The result of a script's report function; DataError for sums, which cannot be divided later."""
+    metrics = report_mapping(report(losses, weights))
+    names = [name for name, x in metrics.items() if isinstance(x, Sum)]
+    if names:
+        raise DataError(
+            "report= of a loss that is counted at its end must return means, since its weights are not "
+            f"divided yet, got a Sum in {names}. Return Mean.of(values, weights)."
+        )
+    return metrics
 
 
 class StreamedCall(Part):
@@ -170,7 +223,9 @@ class StreamedCall(Part):
             self.tokens = TokenNotes(self.is_first, self.hook.verified.splits)
         self.plans = plans = self._plan(call)
         self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
-        call = with_denominator(call, plans)
+        groups = [call.groups.split_group, call.groups.pp]
+        with failing_together(groups, _ANOTHER_RANK_FAILED, when=self.is_first):
+            call = with_denominator(call, plans)
         with self._running(call):
             forward_step = self._forward_step(call)
             result = schedule(**call.arguments_with(forward_step, self.iterator))
@@ -199,6 +254,11 @@ class Stream:
 
     def run(self, schedule: Callable[..., Any], call: Call) -> Any:
         """Make one call of the schedule, which adds to the gradients."""
+        if self._call is not None and call.chunks != self._call.chunks:
+            raise DataError(
+                "all calls of a stream must train one model, since its end divides one, got "
+                "another. Make a LossHook for each model."
+            )
         self._call = call = streamed(call, ends_step=False)
         check_model(call)
         part = StreamedCall(self.hook, key=len(self._calls) << 32)
@@ -212,6 +272,7 @@ class Stream:
     def finish(self) -> None:
         """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
         hook, call = self.hook, self._call or self._made_call()
+        check_model(call)
         if self._has_failed:
             raise DataError(
                 "a step must not be finished after one of its calls failed, which left a part of its "
@@ -319,7 +380,7 @@ class Tally:
     """What this rank adds to the counts of a step: sums over its parts."""
 
     denominator: float  # this rank's share, in Megatron's units
-    accepted_tokens: float
+    has_tokens: bool
     # int64 [3, groups]: number of the unit, id and key of the part, of each group that must be whole.
     groups: Tensor = field(default_factory=lambda: torch.zeros(3, 0, dtype=torch.int64))
 
@@ -330,13 +391,11 @@ class Tally:
         if _is_sum(first_aggregation(call)):
             denominator = float(dist.get_rank(call.groups.dp) == 0)
         columns = [_groups_of_part(call, part.plans, part.key) for part in parts if part.plans]
-        groups = call.groups
-        # The ranks that share microbatches have the same denominator: the first of them gives it.
-        sharing = groups.cp if groups.dp_cp is None else groups.dp_cp
-        is_first = groups.is_last_stage and dist.get_rank(sharing) == 0
+        # Context-parallel ranks have the same denominator: the first of them gives it.
+        is_first = call.groups.is_last_stage and call.groups.cp_rank == 0
         return cls(
             denominator * large(call) if is_first else 0.0,
-            sum(x.counts.accepted_tokens for p in plans for x in p.values()),
+            any(not is_empty(call, x) for x in plans),
             torch.cat([torch.zeros(3, 0, dtype=torch.int64), *columns], dim=1),
         )
 
@@ -362,17 +421,14 @@ class Tally:
         return any_rank(is_empty, groups.pp)  # other stages have no counts
 
     def _compare(self, call: Call) -> bool:
-        group = call.groups.count_group or call.groups.dp
-        tokens = torch.tensor(self.accepted_tokens, dtype=torch.float64).view(1)
-        number = self.groups.shape[1]
-        header = torch.cat([tokens.view(torch.int64), torch.tensor([number])])
-        headers = all_gather(header, group)
+        group, number = call.groups.dp, self.groups.shape[1]
+        headers = all_gather(torch.tensor([self.has_tokens, number]), group)
         most = int(headers[:, 1].max())
         if most:
             row = torch.nn.functional.pad(self.groups, (0, most - number))
             rows = all_gather(row.reshape(-1), group).view(-1, 3, most)
             _check_whole(call, rows, headers[:, 1])
-        return float(headers[:, 0].contiguous().view(torch.float64).sum()) == 0
+        return not bool(headers[:, 0].any())
 
 
 def streamed(call: Call, ends_step: bool) -> Call:
@@ -466,10 +522,10 @@ def check_model(call: Call) -> None:
         )
     elif getattr(config, "mtp_num_layers", None):
         reason = "Megatron scales losses of MTP (--mtp-num-layers) by itself"
-    elif call.draws_samples or (call.groups.dp_cp is not None and call.ends_step):
-        reason = "under dynamic context parallelism a call's samples are counted together"
     elif call.ends_step and config.finalize_model_grads_func is None:
-        reason = "config.finalize_model_grads_func is None, which would divide its gradients"
+        reason = "the schedule divides no gradients where config.finalize_model_grads_func is None"
+    elif call.groups.dp_cp is not None:
+        reason = "under dynamic context parallelism all ranks would have to make the same calls"
     if reason is not None:
         raise HostError(
             f"this model cannot train in a step that is counted at its end: {reason}. Turn that off, or "
@@ -537,19 +593,18 @@ def _denominator_in_words(agg: LossAggregation) -> str:
 def _groups_of_part(call: Call, plans: Plans, key: int) -> Tensor:
     """int64 [3, groups]: as in `Tally.groups`, of one part."""
     columns = [torch.zeros(3, 0, dtype=torch.int64)]
-    for number, (name, unit) in enumerate(_units_by_term(call)):
-        ids = plans[name].ids_S[unit].unique()
+    for number, unit in enumerate(_units_by_id(call)):
+        # Those of all terms, since each may have samples of its own.
+        terms = [x for x in plans if unit in _ids_of_whole_groups(call.terms[x].aggregation)]
+        ids = torch.cat([plans[name].ids_S[unit] for name in terms]).unique()
         columns.append(torch.stack([torch.full_like(ids, number), ids, torch.full_like(ids, key)]))
     return torch.cat(columns, dim=1)
 
 
-def _units_by_term(call: Call) -> list[tuple[str, Unit]]:
-    """(term, unit) of the groups that must be whole; each unit once, since terms share ids."""
-    units: dict[Unit, str] = {}
-    for name, term in call.terms.items():
-        for unit in _ids_of_whole_groups(term.aggregation):
-            units.setdefault(unit, name)
-    return [(name, unit) for unit, name in units.items()]
+def _units_by_id(call: Call) -> list[Unit]:
+    """The units whose groups must be whole, and are told by ids."""
+    terms = call.terms.values()
+    return sorted({unit for x in terms for unit in _ids_of_whole_groups(x.aggregation)})
 
 
 def _check_whole(call: Call, rows: Tensor, numbers: Tensor) -> None:
@@ -562,8 +617,6 @@ def _check_whole(call: Call, rows: Tensor, numbers: Tensor) -> None:
     ranks, _, most = rows.shape
     is_group = torch.arange(most) < numbers.view(-1, 1)
     rank = torch.arange(ranks).view(-1, 1).expand(ranks, most)
-    if call.groups.dp_cp is not None:  # a call is counted over all ranks
-        rank = torch.zeros_like(rank)
     number, group, key = rows.unbind(1)
     table = torch.stack([number, group, rank, key], dim=-1)[is_group].unique(dim=0)
     is_same = (table[1:, :2] == table[:-1, :2]).all(dim=1)
@@ -571,7 +624,7 @@ def _check_whole(call: Call, rows: Tensor, numbers: Tensor) -> None:
         return
     first = int(is_same.nonzero()[0])
     (unit_number, id_, *one), (_, _, *other) = table[first : first + 2].tolist()
-    _, unit = _units_by_term(call)[unit_number]
+    unit = _units_by_id(call)[unit_number]
     raise DataError(
         f"each {unit} of a step that is counted at its end must be whole in one of its parts, got the "
         f"{unit} {id_} in {_part_in_words(*one)} and in {_part_in_words(*other)}. Give all of its "

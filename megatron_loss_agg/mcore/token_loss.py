@@ -51,8 +51,9 @@ class MaskedLosses:
         losses: as ``compute`` returns them.
         mask: in the form of the losses: at most the ``loss_mask`` of a `TokenLoss`, which tells the
             samples; 0 to 1 for each sample of a `SampleLoss`. None: as it was.
-        rejected: bool [samples], of the whole microbatch: further samples that do not count. The
-            aggregation's ``rejected`` says whether they stay in the denominators.
+        rejected: bool [samples], of the whole microbatch, and the same on all of its context-parallel
+            ranks: further samples that do not count. The aggregation's ``rejected`` says whether they
+            stay in the denominators.
     """
 
     losses: Losses
@@ -67,13 +68,20 @@ class MaskedLosses:
                 "counted before. Train in hook.stream() (or with --loss-aggregation-count end, "
                 "LossHook(count='end')), and return losses without MaskedLosses in an evaluation."
             )
+        masks: Mapping[str, Any] = dict.fromkeys(script.terms, self.mask)
+        if isinstance(self.mask, Mapping):
+            masks = self.mask
+        if masks.keys() != script.terms.keys():
+            raise DataError(
+                f"MaskedLosses must have a mask for each term of {sorted(script.terms)}, got "
+                f"{sorted(masks)}. Give one mask for all terms, or a mapping of all."
+            )
         terms = {}
         for name, term in script.terms.items():
-            mask = self.mask[name] if isinstance(self.mask, Mapping) else self.mask
-            mask = term.mask if mask is None else constant_mask(mask)
+            mask = term.mask if masks[name] is None else constant_mask(masks[name])
             check_one_loss_per_token(term.losses, mask, "MaskedLosses")
-            terms[name] = replace(term, mask=mask, read_mask=term.mask)
-        return replace(script, terms=terms, rejected=self.rejected, decides_masks=True)
+            terms[name] = replace(term, mask=mask, read_mask=term.mask, rejected=self.rejected)
+        return replace(script, terms=terms, decides_masks=True)
 
 
 class TokenLoss(LossFunction):
@@ -105,7 +113,8 @@ class TokenLoss(LossFunction):
             the whole mask. Everything with a gradient must go through ``gather``.
         report: (losses, weights) -> a further report. Both are in the form and shape of the losses;
             ``sum(weights * losses)`` over tokens, microbatches and ranks is the aggregated loss of
-            the step, so metrics can be weighed as the loss is, by `megatron_loss_agg.report.Sum`.
+            the step, so metrics can be weighed as the loss is, by `megatron_loss_agg.report.Sum`. In
+            a step that is counted at its end weights lack its denominator: `Mean` is right, not `Sum`.
 
     Raises:
         HostError: in a step: called without a hook, though it needs one, or a report that is not a

@@ -622,6 +622,27 @@ def test_what_is_not_exact_is_refused_on_every_rank() -> None:
         assert named and all(error.startswith("PeerError") for error in others), errors
 
 
+def streamed() -> list[str | None]:
+    """In a call of a stream, and in one that is counted at its end."""
+    model = build({}, "dynamic_context_parallel")
+    hook, at_end = (LossHook(aggregation("sample_mean"), count=x) for x in ("before", "end"))
+
+    def stream() -> None:
+        with hook.stream():
+            gpt.run_step(hook, model, dynamic_packs(PACKS), **PACKED)
+
+    return [error_of(stream), error_of(gpt.run_step, at_end, model, dynamic_packs(PACKS), **PACKED)]
+
+
+def test_a_step_that_is_counted_at_its_end_is_refused() -> None:
+    for errors in run_host_ranks(streamed, 4):
+        for error in errors:
+            assert str(error).startswith(
+                "HostError: this model cannot train in a step that is counted"
+            )
+            assert "under dynamic context parallelism" in str(error)
+
+
 def test_packs_without_the_numbers_of_their_samples_take_no_ids(monkeypatch: Any) -> None:
     """As Megatron's main branch makes them."""
     for name in ("get_batch_and_global_seqlens", "build_packed_microbatches"):

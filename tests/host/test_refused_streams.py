@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.host import gpt
+from megatron_loss_agg.mcore import TokenLoss, read_batch
+from megatron_loss_agg.report import Sum
+from tests.host import gpt, scripts
 from tests.host.cases import Case
 from tests.host.harness import MOE, error_of, run_host_ranks
 from tests.host.refusals import Refusal, assert_told, two_rows
-from tests.host.steps import NO_TOKENS, aggregation
+from tests.host.steps import NO_TOKENS, SHORT, aggregation
 from tests.host.test_stream import deciding_step, with_decided_mask
 
 
@@ -53,6 +57,88 @@ def no_call(hook: Any, model: Any, step: Any) -> list[Any]:
         return []
 
 
+def alone(hook: Any, model: Any, step: Any) -> list[Any]:
+    """The second rank makes no call."""
+    with hook.stream(model=model):
+        return step(2) if gpt.data_rank() == 0 else []
+
+
+def two_models(hook: Any, model: Any, step: Any) -> list[Any]:
+    other, batches = gpt.ddp_model(), Case(layout="bshd", places=SHORT).data(gpt.data_rank())
+    with hook.stream():
+        return step(1) + gpt.run_step(hook, other, batches, 1)
+
+
+def rejects_late(data_iterator: Any, model: Any) -> Any:
+    """A forward step whose loss rejects samples."""
+    output, loss = deciding_step(data_iterator, model)
+    compute = loss.compute
+
+    def rejecting(logits: Any) -> Any:
+        result, number = compute(logits), loss.loss_mask.shape[0]
+        return replace(result, rejected=torch.ones(number, dtype=torch.bool))
+
+    loss.compute = rejecting
+    return output, loss
+
+
+def rejects_by_rank(data_iterator: Any, model: Any, rejects: Any) -> Any:
+    """A forward step whose loss decides from the tokens of one context-parallel rank."""
+    output, loss = rejects_late(data_iterator, model)
+    compute = loss.compute
+
+    def rejecting(logits: Any) -> Any:
+        result = compute(logits)
+        return replace(result, rejected=rejects(result.rejected))
+
+    loss.compute = rejecting
+    return output, loss
+
+
+def on_the_first_rank(rejected: Any) -> Any:
+    return rejected & (gpt.parallel_state.get_context_parallel_rank() == 0)
+
+
+def of_too_many(rejected: Any) -> Any:
+    return rejected.repeat(2)
+
+
+def masks_of_one_term(data_iterator: Any, model: Any) -> Any:
+    """A forward step whose loss decides the mask of one term of two."""
+    output, loss = deciding_step(data_iterator, model)
+    compute = loss.compute
+
+    def decided_for_one(logits: Any) -> Any:
+        result = compute(logits)
+        losses = {"one": result.losses, "two": result.losses}
+        return replace(result, losses=losses, mask={"one": result.mask})
+
+    loss.compute = decided_for_one
+    return output, loss
+
+
+def with_sums(data_iterator: Any, model: Any) -> Any:
+    """A forward step that reports a sum by the weights of the loss."""
+    losses, loss_func = gpt.forward_step(data_iterator, model)
+
+    def report(losses: Any, weights: Any) -> Any:
+        return {"weighed": Sum.of(losses, weights)}
+
+    return losses, TokenLoss(lambda x: x, *loss_func.args, report=report)
+
+
+def other_masks(batch: Any) -> Any:
+    """A reader of two terms with other masks."""
+    one = read_batch(batch)
+    return {"one": one, "two": replace(one, loss_mask=one.loss_mask / 2)}
+
+
+def other_prompts(batch: Any) -> Any:
+    """A reader of two terms, the second of which has one prompt."""
+    one = replace(read_batch(batch), prompt_ids=batch["tokens"][:, :4].sum(dim=1))
+    return {"one": one, "two": replace(one, prompt_ids=torch.zeros_like(one.prompt_ids))}
+
+
 def draws_two_batches(data_iterator: Any, model: Any) -> Any:
     output = gpt.forward_step(data_iterator, model)
     next(data_iterator)
@@ -90,12 +176,18 @@ def enlarges(data_iterator: Any, model: Any) -> Any:
 
 row = functools.partial(two_rows, run=two_calls)
 decided = functools.partial(row, "sample_mean", step=deciding_step, batch=with_decided_mask)
+WHOLE = (((0, 1), (2, 3)),)  # on one data-parallel rank
 AUX = {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ROWS = {
     "a prompt on two ranks": Refusal(
         "DataError: each prompt of a step that is counted at its end must be whole in one of its parts, "
         "got the prompt -3 in part 1 of data-parallel rank 0 and in part 0 of data-parallel rank 1",
         row("prompt_mean"),
+    ),
+    "a prompt in the same part of two ranks": Refusal(
+        "DataError: each prompt ... 7 in part 0 of data-parallel rank 0 and in part 0 of data-parallel "
+        "rank 1",
+        row("prompt_mean", places=(((0,), (2,)), ((1,), (3,)))),
     ),
     "a rollout in two calls": Refusal(
         "DataError: each rollout ... got the rollout 1 in part 0 of data-parallel rank 0 and in part 1",
@@ -153,6 +245,67 @@ ROWS = {
     "a decided mask that is too large": Refusal(
         "DataError: a mask that the loss decides must be from 0 to the loss_mask",
         decided(step=enlarges),
+    ),
+    "a decided mask in one microbatch of a call, where mismatches are warnings": Refusal(
+        "DataError: the losses of all microbatches of a call must decide their masks",
+        decided(run=one_call, step=decides_once, after=decided(hook={"mismatch": "warn"})),
+    ),
+    "decided masks that lack a term": Refusal(
+        "DataError: MaskedLosses must have a mask for each term of ['one', 'two'], got ['one']",
+        decided(terms=dict.fromkeys(("one", "two"), aggregation("sum")), step=masks_of_one_term),
+    ),
+    "late rejection without a rule": Refusal(
+        "DataError: a microbatch has rejected, and the aggregation does not say",
+        decided(step=rejects_late, places=WHOLE),
+        topology="tp2",
+        on_rank={1: "PeerError: rank 0 of the group failed while planning"},
+    ),
+    "late rejection of too many samples": Refusal(
+        "DataError: rejected of MaskedLosses must be bool [samples], of the 2 samples",
+        decided(step=functools.partial(rejects_by_rank, rejects=of_too_many)),
+    ),
+    "late rejection by one context-parallel rank": Refusal(
+        "DataError: all context-parallel ranks must decide the same rejected samples",
+        decided(
+            options={"rejected": "skip"},
+            step=functools.partial(rejects_by_rank, rejects=on_the_first_rank),
+            places=WHOLE,
+        ),
+        topology="cp2",
+    ),
+    "terms with other masks": Refusal(
+        "PeerError: another rank failed while counting the step",
+        row(
+            terms=dict.fromkeys(("one", "two"), aggregation("token_mean")),
+            hook={"read_batch": other_masks},
+            places=WHOLE,
+        ),
+        topology="pp2",
+        on_rank={1: "DataError: the terms of a loss ... must have one denominator"},
+    ),
+    "a prompt of the second term in two calls": Refusal(
+        "DataError: each prompt ... got the prompt 0 in part 0",
+        row(
+            terms=dict.fromkeys(("one", "two"), aggregation("constant", count="prompt")),
+            places=(((0,), (1,)), ((2,), (3,))),
+            hook={"read_batch": other_prompts},
+            step=functools.partial(scripts.of_terms, names=("one", "two")),
+        ),
+    ),
+    "two models": Refusal(
+        "DataError: all calls of a stream must train one model", row(run=two_models)
+    ),
+    "a sum by weights": Refusal(
+        "DataError: report= of a loss that is counted at its end must return means",
+        row("sample_mean", step=with_sums),
+    ),
+    "no finalization": Refusal(
+        "HostError: this model cannot train ... config.finalize_model_grads_func is None",
+        two_rows("sample_mean", hook={"count": "end"}, config={"finalize_model_grads_func": None}),
+    ),
+    "losses of routers, and a rank without a call": Refusal(
+        "HostError: this model cannot train ... losses of routers",
+        row("token_mean", config=AUX, run=alone),
     ),
     "two batches in a forward step": Refusal(
         "DataError: a forward step must draw one batch, got 2",
