@@ -74,7 +74,7 @@ def tree_of(rows: Tensor, lengths: list[int]) -> Tree:
 def rotary_positions(model: Any, depth: Tensor) -> Iterator[None]:
     """Megatron's rotary embedding counts tokens and ignores `position_ids`: give it the depths."""
     rotary = model.module.rotary_pos_emb
-    handle = rotary.register_forward_hook(lambda *_: rotary.get_emb(LENGTH)[depth])
+    handle = rotary.register_forward_hook(lambda module, args, embedding: embedding[depth])
     yield
     handle.remove()
 
