@@ -296,6 +296,7 @@ TREE_OWN: Runs = {"token_mean, trees": stock(with_teacher, "token_mean", **TREES
 TREE_RUNS: Runs = {
     **{f"{mode}, trees": exact(with_teacher, mode, **TREES) for mode in OURS},
     "prompt_mean, CISPO, trees": exact(cispo, "prompt_mean", **CISPO, **TREES),
+    "GSPO, trees": refused("prompt_mean", **GSPO, **TREES),  # by AReaL, which has no offsets there
 }
 
 
