@@ -48,7 +48,7 @@ CLAIMS = {
     "docs/modes.md": "(weights_of(square_root_of_length, mask / 2) ** 2 * 16).round().tolist()"
     " == [[1, 1, 0], [0, 0, 2]]",  # a mask sum of 1 / 2 is not clamped to 1
     "docs/rl.md": "metrics.keys() >= {'policy loss', 'kl loss', 'loss', 'clip_fraction',"
-    " 'kl of the policy'}",
+    " 'kl of the policy'} and 'prompt_mean loss' in tree_reports[0]",
     "docs/start.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]",
     "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
     "patches/README.md": "install.__module__ == 'megatron_loss_agg.launch.install'",

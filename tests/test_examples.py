@@ -89,7 +89,10 @@ def test_short_chats_halve_stock_megatrons_gradient_as_explain_says(
 
 # What a script that starts without the launcher does before it imports Megatron, or the CPU stands
 # in for a GPU too late; forked ranks, which have imported both, cannot tell.
-FIRST = {"proof": "cpu.enable()", "custom_loop": "cpu.enable()", "dpo": "from custom_loop import"}
+FIRST = {
+    **{"proof": "cpu.enable()", "custom_loop": "cpu.enable()"},
+    **dict.fromkeys(("dpo", "stream", "prefix_tree"), "from custom_loop import"),
+}
 
 
 @pytest.mark.parametrize("script", FIRST)
@@ -98,7 +101,7 @@ def test_a_script_takes_the_cpu_before_megatron_is_imported(script: str) -> None
     assert source.index(FIRST[script]) < source.index("from megatron.")
 
 
-@pytest.mark.parametrize("script", ["custom_loop", "dpo"])
+@pytest.mark.parametrize("script", ["custom_loop", "dpo", "stream", "prefix_tree"])
 def test_the_custom_loops_prove_their_gradients(script: str, tmp_path: Path) -> None:
     said = forked(tmp_path, 2, f"{script}.py", "--cpu", starter=())
     errors = re.findall(r"gradient error (\S+)", said)

@@ -67,7 +67,6 @@ actor:
 GROUP_KEY, WEIGHT_KEY = "_trajectory_group", "_loss_weight"
 BACKEND = Setting("backend", "megatron", ("megatron",))
 ENGINE_SETTINGS = (
-    Setting("enable_tree_training", "off, since sequences in a tree share tokens"),
     Setting(
         "m2_threshold",
         "unset, since M2PO divides by the tokens of a micro-batch that it leaves",

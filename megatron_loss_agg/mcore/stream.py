@@ -37,7 +37,11 @@ from megatron_loss_agg.collectives import (
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import BatchReader
 from megatron_loss_agg.mcore.call import Call, innermost
-from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.checks.before import (
+    check_same_on_all_ranks,
+    check_settings,
+    has_indexer_loss,
+)
 from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
 from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
@@ -522,6 +526,8 @@ def check_model(call: Call) -> None:
         )
     elif getattr(config, "mtp_num_layers", None):
         reason = "Megatron scales losses of MTP (--mtp-num-layers) by itself"
+    elif has_indexer_loss(config):
+        reason = "Megatron scales the loss of DSA's indexer (--dsa-indexer-loss-coeff) by itself"
     elif call.ends_step and config.finalize_model_grads_func is None:
         reason = "the schedule divides no gradients where config.finalize_model_grads_func is None"
     elif call.groups.dp_cp is not None:

@@ -67,6 +67,7 @@ trainers = "areal"
 def use(root: str) -> None:
     use_framework(STANDINS, root)
     os.environ["AREAL_SPMD_MODE"] = "1"  # each rank is its own controller
+    os.environ["AREAL_FLEX_ATTENTION_BLOCK_SIZE"] = "8"  # of which a tree's tokens are a multiple
 
 
 def adapt() -> None:
@@ -137,11 +138,42 @@ def _set_up(engine: Any, model: str) -> Any:
     ddp = gpt.ddp_model(dtype=torch.float32)
     if model == "critic":
         _predict_values(ddp.module)
+    if engine.enable_tree_training:
+        _attend_in_trees(ddp.module)
     optimizer = KeepGradients(ddp)
     optimizer.get_loss_scale = lambda: torch.tensor(1.0)
     engine.model, engine.optimizer = _MegatronModelList([ddp]), optimizer
     engine.device, engine.use_padded_seq = torch.device("cpu"), False
     return optimizer
+
+
+def _attend_in_trees(model: Any) -> None:
+    """Let it attend by AReaL's mask, as its FlexAttention does, and read AReaL's positions."""
+
+    def by_mask(
+        forward: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        *args: Any,
+        **more: Any,
+    ) -> Tensor:
+        return forward(query, key, value, ~mask[None, None], *args, **more)
+
+    for layer in model.decoder.layers:
+        attention = layer.self_attention.core_attention
+        attention.forward = partial(by_mask, attention.forward)
+    predict, rotary = model.forward, model.rotary_pos_emb
+
+    def forward(*args: Any, position_ids: Tensor, **more: Any) -> Tensor:
+        (depth,) = position_ids
+        handle = rotary.register_forward_hook(lambda *_: rotary.get_emb(len(depth))[depth])
+        output = predict(*args, position_ids=position_ids, **more)
+        handle.remove()
+        return output
+
+    model.forward = forward
 
 
 def _predict_values(model: Any) -> None:
@@ -248,7 +280,6 @@ RUNS: Runs = {
     "prompt_mean, minibatches": refused("prompt_mean", ppo_n_minibatches=2),
     "prompt_mean, SFT": refused("prompt_mean", **SFT),
     "M2PO": refused("token_mean", m2_threshold=0.1),
-    "tree training": refused("token_mean", enable_tree_training=True),
     **{
         f"{backend}, {model}": refused("token_mean", model=model, backend=f"{backend}:d2")
         for backend in ("fsdp", "archon")
@@ -259,17 +290,28 @@ RUNS: Runs = {
 CRITIC_OWN: Runs = {"token_mean, critic": stock(value_loss, "token_mean", **CRITIC)}
 CRITIC_RUNS: Runs = {f"{mode}, critic": exact(value_loss, mode, **CRITIC) for mode in OURS}
 
+# AReaL has no trees under context parallelism, for its critic, nor for SFT.
+TREES = {"enable_tree_training": True, "pad_to_maximum": True}
+TREE_OWN: Runs = {"token_mean, trees": stock(with_teacher, "token_mean", **TREES)}
+TREE_RUNS: Runs = {
+    **{f"{mode}, trees": exact(with_teacher, mode, **TREES) for mode in OURS},
+    "prompt_mean, CISPO, trees": exact(cispo, "prompt_mean", **CISPO, **TREES),
+    "GSPO, trees": refused("prompt_mean", **GSPO, **TREES),  # by AReaL, which has no offsets there
+}
+
 
 def report(*checkouts: str) -> Any:
     found = Report(use, train, checkouts, OWN, RUNS, adapt=adapt)
     critic = Report(use, train, checkouts, CRITIC_OWN, CRITIC_RUNS, adapt=adapt)
+    trees = Report(use, train, checkouts, TREE_OWN, TREE_RUNS, adapt=adapt)
     found.compare("DP 2", 1)
     critic.compare("DP 2", 1)
+    trees.compare("DP 2", 1)
     found.compare("CP 2", 2)
     (problems,) = run_host_ranks(_class_problems, 1, checkouts[1])
     # AReaL reports no loss, and so there is no metric to compare.
-    rows = [(*row[:3], "", row[4]) for row in found.rows + critic.rows]
-    return rows, found.failures + critic.failures + problems
+    rows = [(*row[:3], "", row[4]) for x in (found, critic, trees) for row in x.rows]
+    return rows, found.failures + critic.failures + trees.failures + problems
 
 
 def _class_problems(checkout: str) -> list[str]:

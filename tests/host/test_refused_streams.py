@@ -177,6 +177,10 @@ def enlarges(data_iterator: Any, model: Any) -> Any:
 row = functools.partial(two_rows, run=two_calls)
 decided = functools.partial(row, "sample_mean", step=deciding_step, batch=with_decided_mask)
 WHOLE = (((0, 1), (2, 3)),)  # on one data-parallel rank
+INDEXER = {
+    **{"experimental_attention_variant": "dsa", "dsa_indexer_loss_coeff": 0.1},
+    "add_bias_linear": False,
+}
 AUX = {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ROWS = {
     "a prompt on two ranks": Refusal(
@@ -325,6 +329,10 @@ ROWS = {
     "losses of MTP": Refusal(
         "HostError: this model cannot train ... losses of MTP",
         row("token_mean", config={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}),
+    ),
+    "the loss of an indexer": Refusal(
+        "HostError: this model cannot train ... loss of DSA's indexer",
+        row("token_mean", config=INDEXER),
     ),
 }
 

@@ -109,6 +109,23 @@ def test_flags_of_megatron_that_cannot_be_exact_are_refused(
         hook_from_args(args)
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_the_loss_of_an_indexer_is_taken_from_the_release_on_that_averages_it(
+    is_scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    name = "experimental_attention_variant_loss_scale_func"
+    monkeypatch.setattr(TransformerConfig, name, None, raising=False)
+    if not is_scaled:
+        monkeypatch.delattr(TransformerConfig, name)
+    loss = {"experimental_attention_variant": "dsa", "dsa_indexer_loss_coeff": 0.1}
+    args = argparse.Namespace(loss_aggregation="token_mean", **loss)
+    raises = pytest.raises(HostError, match=r"^--dsa-indexer-loss-coeff.*before 0\.19")
+    with contextlib.nullcontext() if is_scaled else raises:
+        assert hook_from_args(args) is not None
+
+
 @pytest.mark.parametrize("engine, refused", [("2.10.9", True), ("2.11.0", False)])
 def test_a_fused_cross_entropy_is_taken_from_the_release_on_that_weighs_each_token(
     engine: str, refused: bool, monkeypatch: pytest.MonkeyPatch

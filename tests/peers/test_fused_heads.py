@@ -31,15 +31,42 @@ def torchs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
 
 
-def ligers(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def use_liger() -> None:
     if "liger_kernel" not in sys.modules:
         use_peers("transformers")
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels on the CPU
         for name in [x for x in sys.modules if x.startswith("triton") and "._C" not in x]:
             del sys.modules[name]
+
+
+def ligers(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    use_liger()
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy(hidden, weight, labels, reduction="none")
+
+
+def ligers_of_a_part(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Of this tensor-parallel rank's part of the vocabulary.
+
+    The code behind `LigerFusedLinearScaledCrossEntropyTPFunction` where its kernels do not run; the
+    function itself wants a GPU.
+    """
+    use_liger()
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import _apply_tp_fallback
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    return _apply_tp_fallback(hidden, weight, labels, 1.0, -100, False, group)
+
+
+def plain_of_a_part(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The logits of all ranks' parts, and torch's cross entropy of them."""
+    from megatron.core import tensor_parallel
+
+    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    logits = tensor_parallel.gather_from_tensor_model_parallel_region(hidden @ weight.t())
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -75,8 +102,16 @@ def forward_step(data_iterator: Any, model: Any, head: Head) -> Any:
     return output, TokenLoss(compute, mask.to(output.dtype))
 
 
-@pytest.mark.parametrize("head", [torchs, ligers, cuts])
-def test_the_gradient_is_that_of_the_whole_step(head: Head) -> None:
+@pytest.mark.parametrize(
+    "head, reference, ranks",
+    [
+        (torchs, plain, "cp2"),
+        (ligers, plain, "cp2"),
+        (cuts, plain, "cp2"),
+        (ligers_of_a_part, plain_of_a_part, "tp2"),
+    ],
+)
+def test_the_gradient_is_that_of_the_whole_step(head: Head, reference: Head, ranks: str) -> None:
     if head is torchs and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         pytest.skip("torch has it from 2.13 on")
     by_logits, by_head = (
@@ -87,9 +122,9 @@ def test_the_gradient_is_that_of_the_whole_step(head: Head) -> None:
             dtype=torch.float32,
             step=partial(forward_step, head=x),
         )
-        for x in (plain, head)
+        for x in (reference, head)
     )
-    found = run(TOPOLOGIES["cp2"], [by_logits, by_head])
+    found = run(TOPOLOGIES[ranks], [by_logits, by_head])
     rounding, error = (max(x.error for x in found[case]) for case in (by_logits, by_head))
     # Errors of the whole model, with the head's weight. The first is the cost of fp32 alone.
     assert rounding <= 2e-7 and error <= rounding + 5e-8

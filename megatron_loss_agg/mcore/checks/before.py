@@ -42,7 +42,14 @@ def check_settings(settings: Any, wrapper_settings: Any) -> None:
     _check_dynamic_context_parallel(settings)
     _check_optimizer_instances(settings, wrapper_settings)
     _check_fused_cross_entropy(settings)
+    _check_indexer_loss(settings)
     _check_cuda_graphs(settings)
+
+
+def has_indexer_loss(settings: Any) -> bool:
+    """True if Megatron adds the loss that trains the indexer of sparse attention (DSA)."""
+    is_dsa = getattr(settings, "experimental_attention_variant", None) == "dsa"
+    return is_dsa and bool(getattr(settings, "dsa_indexer_loss_coeff", None))
 
 
 def check_logits_are_split(call: Call) -> None:
@@ -136,6 +143,19 @@ def _check_fused_cross_entropy(settings: Any) -> None:
             "by the weights of others"
         )
         raise _refusal("cross_entropy_fusion_impl", " te", reason)
+
+
+def _check_indexer_loss(settings: Any) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # The schedules of releases without this field leave the loss as it is in every microbatch.
+    is_scaled = hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func")
+    if has_indexer_loss(settings) and not is_scaled:
+        reason = (
+            "Megatron-Core before 0.19 does not average the indexer's loss over microbatches, so its "
+            "gradient grows with their number"
+        )
+        raise _refusal("dsa_indexer_loss_coeff", "", reason)
 
 
 def _check_cuda_graphs(settings: Any) -> None:
