@@ -10,15 +10,14 @@ Without the variable an adapter changes nothing.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
 from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
@@ -33,13 +32,10 @@ __all__ = [
     "print_inactive",
     "read_aggregation",
     "required_release",
+    "same_on_all_ranks",
 ]
 
-PACKAGES = {
-    **{name: name for name in ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl")},
-    "ms_swift": "swift",
-}
-"""The package of each framework, by the name of its adapter, a module of this package."""
+_T = TypeVar("_T")
 
 OFF = (None, False, "")
 """Values of a setting that is off."""
@@ -61,39 +57,41 @@ _printed: set[str] = set()
 """Models whose first lines this process has printed, and "none" for `print_inactive`."""
 
 
-def adapter_settings(name: str) -> str:
-    """The lines that select the adapter of this framework.
-
-    Raises:
-        HostError: there is no such framework, or it lacks the adapter's extension point.
-        OptionError: bad flags in the environment.
-    """
-    if importlib.util.find_spec(PACKAGES[name]) is None:
-        raise HostError(
-            f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
-            "Give the Python that trains."
-        )
-    if name != "ms_swift":  # its loop has a hook, and takes all flags
-        aggregation_from_environment()
-    adapter = importlib.import_module(f"{__name__}.{name}")
-    settings: str = adapter.SETTINGS
-    return settings
-
-
 @contextmanager
-def required_release(framework: str, oldest: str) -> Iterator[None]:
+def required_release(framework: str, package: str, oldest: str) -> Iterator[None]:
     """Raise HostError if the block does not find a name that it imports or looks up.
 
     The block names all that an adapter calls, overrides or replaces. Were a method renamed that an
     adapter overrides, the override would never run, and the framework's own mean would be trained.
+
+    Args:
+        package: the framework's package; what lacks in it is a matter of its version.
+        oldest: the oldest version that has all names.
     """
     try:
         yield
+    except ModuleNotFoundError as error:
+        if error.name == package or str(error.name).partition(".")[0] != package:
+            raise HostError(
+                f"{framework} must be importable here, got no module {error.name}. Install "
+                f"{error.name} in this Python, or put it on PYTHONPATH."
+            ) from error
+        raise _too_old(framework, oldest, error) from error
     except (ImportError, AttributeError) as error:
-        raise HostError(
-            f"{framework} must be {oldest} or later, with its dependencies, got: {error}. Install such "
-            f"a version of {framework}."
-        ) from error
+        module = getattr(error, "name", None) if isinstance(error, ImportError) else package
+        if str(module).partition(".")[0] != package:
+            raise HostError(
+                f"{framework} must be importable here, got an error in {module}: {error}. Install "
+                f"the version of {module} that {framework} needs."
+            ) from error
+        raise _too_old(framework, oldest, error) from error
+
+
+def _too_old(framework: str, oldest: str, error: Exception) -> HostError:
+    return HostError(
+        f"{framework} must be {oldest} or later, got one without a name that the adapter uses: "
+        f"{error}. Install such a version of {framework}."
+    )
 
 
 def check_settings(config: Any, *settings: Setting) -> None:
@@ -108,18 +106,50 @@ def check_settings(config: Any, *settings: Setting) -> None:
 
 
 def read_aggregation(
-    framework: str, units: set[str], has_weights: bool = False
+    framework: str, units: set[str], has_weights: bool = False, on_all_ranks: bool = False
 ) -> LossAggregation | None:
     """The aggregation in the environment, checked; or None, which is printed once.
 
-    The arguments are those of `check_aggregation`.
+    Args:
+        units, has_weights: as in `check_aggregation`.
+        on_all_ranks: all ranks that train call, so they compare whether they aggregate.
     """
-    agg = aggregation_from_environment()
+
+    def read() -> LossAggregation | None:
+        agg = aggregation_from_environment()
+        if agg is not None:
+            check_aggregation(agg, framework, units, has_weights)
+        return agg
+
+    agg = same_on_all_ranks(read) if on_all_ranks else read()
     if agg is None:
         print_inactive(framework)
-    else:
-        check_aggregation(agg, framework, units, has_weights)
     return agg
+
+
+def same_on_all_ranks(read: Callable[[], _T]) -> _T:
+    """The result of ``read`` on this rank. All ranks must call.
+
+    A rank without the variable trains at once, while the others wait for its counts for ever.
+
+    Raises:
+        OptionError: the result is empty on some ranks, and on others not.
+        PeerError: ``read`` failed on another rank.
+    """
+    results: list[_T] = []
+
+    def aggregates() -> bool:
+        results.append(read())
+        return bool(results[0])
+
+    ranks = gather_objects(aggregates, dist.group.WORLD, f"reading {VARIABLE}")
+    if len({*ranks}) > 1:
+        without = [rank for rank, aggregates in enumerate(ranks) if not aggregates]
+        raise OptionError(
+            f"{VARIABLE} must be set on all ranks that train or on none, got none on rank(s) "
+            f"{without} of {len(ranks)}. Set it on every node, or unset it on all."
+        )
+    return results[0]
 
 
 def check_aggregation(

@@ -14,6 +14,7 @@ means over tokens, and these stay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -29,9 +30,10 @@ from megatron_loss_agg.frameworks import (
     print_first_lines,
     read_aggregation,
     required_release,
+    same_on_all_ranks,
 )
 
-with required_release("AReaL", "1.0.4"):
+with required_release("AReaL", "areal", "1.0.4"):
     from areal import PPOTrainer as ArealPPOTrainer
     from areal import SFTTrainer as ArealSFTTrainer
 
@@ -48,9 +50,12 @@ with required_release("AReaL", "1.0.4"):
     from areal.utils.data import concat_batch
     from areal.utils.environ import is_single_controller
 
-    # Overridden below.
+    # Overridden or called below.
     attrgetter("_create_train_engine", "_create_critic")(ArealPPOTrainer)
     attrgetter("_create_actor")(ArealSFTTrainer)
+    for engine in MegatronPPOActor, MegatronPPOCritic, MegatronLMEngine:
+        attrgetter("train_batch", "as_controller", "create_process_group")(engine)
+    attrgetter("ppo_update")(MegatronPPOActor)
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
@@ -174,34 +179,45 @@ class PPOTrainer(ArealPPOTrainer):
     """AReaL's trainer with an aggregating actor and critic; without the variable, as it is."""
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        if actor_config is not self.config.actor:
-            return super()._create_train_engine(actor_config, alloc)
-        if read_aggregation("AReaL", {"prompt"}) is None:
-            return super()._create_train_engine(actor_config, alloc)
-        return _create_engine(AggregatedPPOActor, actor_config, alloc, self.scheduler)
+        create = partial(super()._create_train_engine, actor_config, alloc)
+        if actor_config is not self.config.actor:  # of a reference or a teacher
+            return create()
+        return _create_engine(AggregatedPPOActor, actor_config, alloc, self.scheduler, create)
 
     def _create_critic(self, critic_config: Any, alloc: Any) -> Any:
-        if read_aggregation("AReaL", {"prompt"}) is None:
-            return super()._create_critic(critic_config, alloc)
-        return _create_engine(AggregatedPPOCritic, critic_config, alloc, self.scheduler)
+        create = partial(super()._create_critic, critic_config, alloc)
+        return _create_engine(AggregatedPPOCritic, critic_config, alloc, self.scheduler, create)
 
 
 class SFTTrainer(ArealSFTTrainer):
     """AReaL's trainer with an aggregating model; without the variable, as it is."""
 
     def _create_actor(self, actor_config: Any) -> Any:
-        if read_aggregation("AReaL", {"prompt"}) is None:
-            return super()._create_actor(actor_config)
-        return _create_engine(AggregatedLMEngine, actor_config, self.actor_alloc, self.scheduler)
+        create = partial(super()._create_actor, actor_config)
+        return _create_engine(
+            AggregatedLMEngine, actor_config, self.actor_alloc, self.scheduler, create
+        )
 
 
-def _create_engine(engine_class: Any, config: Any, alloc: Any, scheduler: Any) -> Any:
-    """The engine; or its controller, which sends the import path of the class to its workers."""
-    check_settings(alloc, BACKEND)
-    _aggregation(config, engine_class.has_prompts)  # raise before any worker starts
-    if is_single_controller():
-        engine = engine_class.as_controller(config, scheduler)
+def _create_engine(
+    engine_class: Any, config: Any, alloc: Any, scheduler: Any, create: Callable[[], Any]
+) -> Any:
+    """The engine; or its controller, which sends the import path of the class to its workers.
+
+    Args:
+        create: AReaL's own method, for a process without the variable.
+    """
+    agg = read_aggregation("AReaL", {"prompt"})
+    if agg is None:
+        engine = create()
     else:
-        engine = engine_class(config=config)
-    engine.create_process_group(parallel_strategy=alloc.parallel)
+        check_settings(alloc, BACKEND)
+        _aggregation(config, engine_class.has_prompts)  # raise before any worker starts
+        if is_single_controller():
+            engine = engine_class.as_controller(config, scheduler)
+        else:
+            engine = engine_class(config=config)
+        engine.create_process_group(parallel_strategy=alloc.parallel)
+    if not is_single_controller():  # every rank has a trainer, and there are process groups now
+        same_on_all_ranks(lambda: agg)
     return engine

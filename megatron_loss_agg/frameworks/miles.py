@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from megatron_loss_agg import StepPlan
+from megatron_loss_agg import LossAggregation, StepPlan
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.frameworks import (
     Setting,
@@ -52,7 +53,7 @@ MILES_SETTINGS = (
 )
 """Settings of miles under which `convert` sees its steps, and denominators reach the losses."""
 
-with required_release("miles", OLDEST):
+with required_release("miles", "miles", OLDEST):
     if find_spec("miles"):  # not where this module is only read
         importlib.import_module("miles.utils.dp_schedule")
 
@@ -63,28 +64,36 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
     replace_denominators(args, rollout_data, "miles", upgrade_hint, CONVERT_HINT)
 
 
-def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
+def __getattr__(name: str) -> Any:
+    """``convert``, as the rollout manager loads it; None without an aggregation.
+
+    With None miles converts samples by itself. A function in its place would not get the metadata
+    of its own conversion: the steps of multi-LoRA, and dynamic batch sizes.
+    """
+    if name != "convert":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # There are no microbatches yet.
+    agg = read_aggregation("miles", {"prompt", "rollout"})
+    return agg and partial(_convert, agg)
+
+
+def _convert(agg: LossAggregation, args: Namespace, samples: list[Any]) -> dict[str, Any]:
     """miles's own training data of ``samples``, with the denominators of the plan.
 
     Raises:
         HostError: a denominator below 1, or a setting under which miles does not divide by them.
-        OptionError: the aggregation needs microbatches, into which miles splits samples later.
     """
-    # There are no microbatches yet.
-    agg = read_aggregation("miles", {"prompt", "rollout"})
-    if agg is not None:
-        check_settings(args, *SLIME_SETTINGS, *MILES_SETTINGS)
+    check_settings(args, *SLIME_SETTINGS, *MILES_SETTINGS)
     # The conversion sets the masks of removed samples to 0.
     removed = [sample.remove_sample for sample in samples]
     lengths = [sample.effective_response_length for sample in samples]
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
     path = args.custom_reward_post_process_path
+    metadata: dict[str, Any] = {}  # of nothing but the settings that are refused
     data: dict[str, Any] = conversion.convert_samples_to_train_data(
-        args, samples, {}, None, path and load_function(path)
+        args, samples, metadata, None, path and load_function(path)
     )
-    if agg is None:
-        return data
     rollout_ids, num_rollouts = data["rollout_ids"], args.global_batch_size
     order = list(dict.fromkeys(rollout_ids))
     if "multimodal_train_inputs" in data or len(order) < num_rollouts:

@@ -31,7 +31,7 @@ from megatron_loss_agg.frameworks import (
     required_release,
 )
 
-with required_release("NeMo-RL", "0.6.0"):
+with required_release("NeMo-RL", "nemo_rl", "0.6.0"):
     from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
     from nemo_rl.algorithms.loss.interfaces import LossType
     from nemo_rl.data.multimodal_utils import PackedTensor

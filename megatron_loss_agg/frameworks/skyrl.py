@@ -38,14 +38,15 @@ from megatron_loss_agg.frameworks import (
 )
 from megatron_loss_agg.launch.flags import VARIABLE
 
-with required_release("SkyRL", "0.2.0"):
+with required_release("SkyRL", "skyrl", "0.2.0"):
     from skyrl.train.config import SkyRLTrainConfig
-    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.entrypoints import main_base
     from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
     from skyrl.train.trainer import RayPPOTrainer
     from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
-    # Overridden below.
+    # Overridden or called below.
+    attrgetter("BasePPOExp.get_trainer", "main")(main_base)
     attrgetter(
         "postprocess_generator_output", "convert_to_training_input", "_normalize_advantages"
     )(RayPPOTrainer)
@@ -56,6 +57,7 @@ python -m skyrl.train.entrypoints.main_base trainer.algorithm.use_kl_loss=false 
     trainer.override_entrypoint=megatron_loss_agg.frameworks.skyrl ...
 """
 
+UNITS = {"prompt", "rollout"}
 PROPORTIONAL = frozenset(
     {
         "regular",
@@ -118,7 +120,7 @@ class ExactLoss:
             HostError: a setting of SkyRL's that the weights do not follow.
             OptionError: the aggregation needs more than SkyRL's samples have.
         """
-        agg = read_aggregation("SkyRL", {"prompt", "rollout"})
+        agg = read_aggregation("SkyRL", UNITS)
         if agg is not None:
             _check_rejected(agg, cfg)
             check_settings(cfg, *SKYRL_SETTINGS, *_loss_settings(cfg, cls.proportional_losses))
@@ -129,12 +131,13 @@ class ExactLoss:
     ) -> Any:
         """SkyRL's output, with the loss masks from before its filter of prompts of equal rewards."""
         masks = generator_output["loss_masks"]
-        output, uids = super().postprocess_generator_output(  # type: ignore[misc]
+        result = super().postprocess_generator_output(  # type: ignore[misc]
             generator_output, uids, *args, **kwargs
         )
         if self.aggregation is not None and self.aggregation.rejected:
+            output, _ = result
             output["unfiltered_loss_masks"] = masks
-        return output, uids
+        return result
 
     def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
         """SkyRL's batch, with ids of its samples as columns: the training loop removes the uids."""
@@ -157,12 +160,12 @@ class ExactLoss:
         return data
 
     def _normalize_advantages(
-        self, data: Any, mini_batch_boundaries: Boundaries, *args: Any
+        self, data: Any, mini_batch_boundaries: Boundaries, *args: Any, **kwargs: Any
     ) -> Any:
         """SkyRL's token mean, times ``M * c_s`` of each sample."""
         masks = data["loss_mask"]
         data = super()._normalize_advantages(  # type: ignore[misc]
-            data, mini_batch_boundaries, *args
+            data, mini_batch_boundaries, *args, **kwargs
         )
         if self.aggregation is None:
             return data
@@ -235,7 +238,7 @@ class ExactAsyncTrainer(ExactLoss, FullyAsyncRayPPOTrainer):
     """SkyRL's fully asynchronous trainer."""
 
 
-class Experiment(BasePPOExp):
+class Experiment(main_base.BasePPOExp):
     """SkyRL's experiment, with one of the trainers above."""
 
     def get_trainer(self, cfg: Any, *args: Any, **kwargs: Any) -> ExactLoss:
@@ -248,15 +251,18 @@ def run(cfg: Any) -> None:
     Experiment(cfg).run()
 
 
-def main() -> None:
+def main() -> Any:
     """Start SkyRL; its own entry point calls this function instead of starting.
 
     Ray does not hand the environment of this process on, so the trainer's process gets the variable.
     """
     overrides = [x for x in sys.argv[1:] if not x.startswith("trainer.override_entrypoint=")]
+    if read_aggregation("SkyRL", UNITS) is None:
+        sys.argv[1:] = overrides
+        return main_base.main()
     cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
     validate_cfg(cfg)
     ExactTrainer.checked_aggregation(cfg)
     initialize_ray(cfg)
-    environment = {"env_vars": {VARIABLE: os.environ.get(VARIABLE, "")}}
-    ray.get(ray.remote(num_cpus=1, runtime_env=environment)(run).remote(cfg))
+    environment = {"env_vars": {VARIABLE: os.environ[VARIABLE]}}
+    return ray.get(ray.remote(num_cpus=1, runtime_env=environment)(run).remote(cfg))

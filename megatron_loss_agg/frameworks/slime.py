@@ -57,7 +57,7 @@ SLIME_SETTINGS = (
 )
 """Settings of slime and miles under which their losses are divided by the denominators."""
 
-with required_release("slime", OLDEST):
+with required_release("slime", "slime", OLDEST):
     if find_spec("slime"):  # not where miles alone is installed
         importlib.import_module("slime.utils.dp_schedule")
 
@@ -87,7 +87,7 @@ def replace_denominators(
         upgrade_hint: a sentence for errors: the version that passes ``data``.
         patch_hint: a clause for errors: how to make it ship prompts and removed samples.
     """
-    agg = read_aggregation(framework, {"microbatch", "prompt", "rollout"})
+    agg = read_aggregation(framework, {"microbatch", "prompt", "rollout"}, on_all_ranks=True)
     if agg is None:
         return
     if data is None:

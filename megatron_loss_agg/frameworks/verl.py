@@ -40,16 +40,17 @@ from megatron_loss_agg.frameworks import (
     print_first_lines,
     print_inactive,
     required_release,
+    same_on_all_ranks,
 )
 
-with required_release("verl", "0.9.0"):
+with required_release("verl", "verl", "0.9.0"):
     from verl.utils import device
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import AggregationType, Metric
     from verl.workers.engine import EngineRegistry
 
     if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
-        raise ImportError("engines are registered without a vendor")
+        raise ImportError("engines are registered without a vendor", name="verl")
 
 SETTINGS = """\
 +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=megatron_loss_agg.frameworks.verl
@@ -142,6 +143,11 @@ def check_loss_config(loss_function: LossFunction) -> None:
 class WeightedSums(TorchFunctionMode):
     """Multiplies rows by weights wherever a matrix [rows, tokens] with a gradient is summed up.
 
+    Only for what is reported, and for `check_loss`; gradients take their weights from `weigh_rows`.
+    No registry of verl's reaches these sums: its losses take `agg_loss` by name from their module,
+    and get masks of booleans; the registered functions are of the policy alone, without KL, entropy,
+    value and distillation; and a call for each row would draw other tokens in ``kl_cov``.
+
     A sum without a gradient is no loss, but a statistic, such as a mean of importance weights.
     """
 
@@ -226,7 +232,7 @@ class AggregatingEngine:
     is_first_step = True
 
     def train_batch(self: Any, data: Any, loss_function: LossFunction) -> Any:
-        agg = aggregation()
+        agg = same_on_all_ranks(aggregation) if self.is_first_step else aggregation()
         if agg is not None:
             check_loss_config(loss_function)
             plan = step_plan(agg, data, self.get_data_parallel_group())
@@ -251,14 +257,12 @@ class AggregatingEngine:
     def postprocess_micro_batch_func(
         self: Any, output: Any, data: Any, forward_only: bool, loss_function: Any, **more: Any
     ) -> Any:
-        is_weighed = COEFFICIENTS in data and not forward_only
-        if is_weighed:
-            loss_function = partial(weighed_loss, loss_function, self.is_first_step)
-        result = super().postprocess_micro_batch_func(  # type: ignore[misc]
-            output, data, forward_only, loss_function, **more
-        )
-        has_floored_tokens = len(result) == 3 and not self.engine_config.dynamic_context_parallel
-        if is_weighed and has_floored_tokens:
+        post = super().postprocess_micro_batch_func  # type: ignore[misc]
+        if forward_only or COEFFICIENTS not in data:
+            return post(output, data, forward_only, loss_function, **more)
+        weighed = partial(weighed_loss, loss_function, self.is_first_step)
+        result = post(output, data, forward_only, weighed, **more)
+        if len(result) == 3 and not self.engine_config.dynamic_context_parallel:
             loss, tokens, report = result
             return loss, self.with_missing_tokens(tokens, data), report
         return result

@@ -89,6 +89,27 @@ def attempt(
         return f"{type(error).__name__}: {error}"
 
 
+def is_passed_on(owner: Any, name: str, call: Callable[..., Any], *args: Any, **more: Any) -> bool:
+    """True if ``call`` hands the same objects to the framework's function, and returns its result.
+
+    Args:
+        owner: the class or module with the framework's function ``name``.
+    """
+    calls, result = [], object()
+
+    def stock(*given: Any, **named: Any) -> object:
+        calls.append((given, named))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, stock)
+        returned = call(*args, **more)
+    ((given, named),) = calls
+    given = given[len(given) - len(args) :]  # without self
+    same = len(given) == len(args) and all(x is y for x, y in zip(given, args, strict=True))
+    return same and returned is result and named == more
+
+
 def use_framework(standins: str, folder: str) -> None:
     """Let this process import a framework from the folder, and stand-ins as `use_peers`."""
     use_peers(standins)

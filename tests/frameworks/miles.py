@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.frameworks import slime
 from tests.frameworks.harness import use_framework
-from tests.frameworks.report import LogProbs, Report, Runs, Step
+from tests.frameworks.report import ON_ONE_RANK, LogProbs, Report, Runs, Step
 
 STANDINS = f"""
     {slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi aiohttp datasets tokenizers
@@ -155,6 +155,7 @@ RUNS_WITH_SEAM: Runs = {
     **slime.RUNS,
     **slime.REFUSED,
     **slime.WITHOUT_SEAM,
+    **ON_ONE_RANK,
 }
 
 
