@@ -57,10 +57,7 @@ FRAMEWORKS = {
     ),
     "areal": Framework(
         *("AReaL", "areal", "areal", ("cbff54d", "2.0.0", "1.0.4")),
-        (
-            (f"from {_OURS}.areal import PPOTrainer", "PPOTrainer("),
-            (f"from {_OURS}.areal import SFTTrainer", "SFTTrainer("),
-        ),
+        ((f"from {_OURS}.areal import PPOTrainer",), (f"from {_OURS}.areal import SFTTrainer",)),
     ),
     "skyrl": Framework(
         *("SkyRL", "skyrl", "skyrl", ("0.4.0",)),
@@ -106,7 +103,7 @@ def examined(name: str, launch_file: str | None = None) -> tuple[str, str]:
         level, state = "WARN", f"{version}, not tried: expects {' or '.join(framework.tried)}"
     state += "; has the names that the adapter uses"
     if launch_file is not None:
-        if not _names_variable(framework, launch_file) and agg is None:
+        if not names_variable(framework, launch_file) and agg is None:
             return "WARN", (
                 f"{state}; {launch_file} loads the adapter, but {VARIABLE} is set neither there nor "
                 "here. Set it."
@@ -134,7 +131,7 @@ def _version(framework: Framework) -> str:
         return "a version without a number"
 
 
-def _names_variable(framework: Framework, launch_file: str) -> bool:
+def names_variable(framework: Framework, launch_file: str) -> bool:
     """True if the file, which loads the adapter, also names the variable.
 
     Raises:
@@ -153,7 +150,7 @@ def _names_variable(framework: Framework, launch_file: str) -> bool:
         words = min(missing, key=len)[0]
         setting, _, value = words.replace("=", " ").partition(" ")
         got = f"no {words}"
-        if value and value in text and value.startswith(_OURS):
+        if value.startswith(_OURS) and re.search(_pattern(value), text):
             got = f"{value} under another name than {setting}"
         raise OptionError(
             f"{launch_file} must load the adapter of {framework.title}, got {got}. Write {words}."
@@ -166,4 +163,5 @@ def _pattern(words: str) -> str:
     parts = map(re.escape, re.split("[ =]", words))
     # Quotes and signs between a name and its value, and other values of a list.
     between = r"""["']?(?:\s|\\|=|:)+["'\[(\s]*(?:[\w./]+,\s*)*"""
-    return r"(?<!\w)" + between.join(parts) + (r"(?!\w)" if words[-1].isalnum() else "")
+    start, end = (r"(?<!\w)" if words[0] != "(" else ""), (r"(?!\w)" if words[-1] != "(" else "")
+    return start + between.join(parts) + end

@@ -27,6 +27,7 @@ import torch
 from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.presets import PRESETS, presets_of
 from tests import oracle
+from tests.distributed import run_ranks
 from tests.frameworks import report
 from tests.frameworks.harness import (
     CLIP,
@@ -34,6 +35,7 @@ from tests.frameworks.harness import (
     KL,
     KeepGradients,
     attempt,
+    finding_without_megatron,
     ignore_padding_masks,
     is_passed_on,
     page,
@@ -532,6 +534,11 @@ def passed_on() -> dict[str, bool]:
 def test_without_the_variable_skyrls_functions_get_the_same_objects() -> None:
     (found,) = run_host_ranks(passed_on, 1)
     assert all(found.values()), found
+
+
+def test_doctor_needs_no_megatron_where_skyrl_starts() -> None:
+    ((level, text),) = run_ranks(finding_without_megatron, 1, STANDINS, str(PEERS), "skyrl")
+    assert level != "FAIL", text
 
 
 def test_an_older_skyrl_is_refused_at_import() -> None:
