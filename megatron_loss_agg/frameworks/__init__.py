@@ -10,24 +10,22 @@ Without the variable an adapter changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
-from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.frameworks.refusals import refused
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
 __all__ = [
-    "Setting",
     "aggregation_from_environment",
     "check_aggregation",
-    "check_settings",
     "print_first_lines",
     "print_inactive",
     "read_aggregation",
@@ -36,22 +34,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-OFF = (None, False, "")
-"""Values of a setting that is off."""
-
-
-class Setting(NamedTuple):
-    """A setting of a framework, and the values under which its adapter is exact."""
-
-    name: str
-    """A flag, or an attribute of the configuration, with dots between nested ones."""
-    needed: str
-    """The end of the sentence "NAME must be ..."."""
-    allowed: Container[Any] = OFF
-    remedy: str = f"Change it, or unset {VARIABLE}."
-    """The second sentence of the error."""
-
 
 _printed: set[str] = set()
 """Models whose first lines this process has printed, and "none" for `print_inactive`."""
@@ -70,39 +52,12 @@ def required_release(framework: str, package: str, oldest: str) -> Iterator[None
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        if error.name == package or str(error.name).partition(".")[0] != package:
-            raise HostError(
-                f"{framework} must be importable here, got no module {error.name}. Install "
-                f"{error.name} in this Python, or put it on PYTHONPATH."
-            ) from error
-        raise _too_old(framework, oldest, error) from error
     except (ImportError, AttributeError) as error:
-        module = getattr(error, "name", None) if isinstance(error, ImportError) else package
-        if str(module).partition(".")[0] != package:
-            raise HostError(
-                f"{framework} must be importable here, got an error in {module}: {error}. Install "
-                f"the version of {module} that {framework} needs."
-            ) from error
-        raise _too_old(framework, oldest, error) from error
-
-
-def _too_old(framework: str, oldest: str, error: Exception) -> HostError:
-    return HostError(
-        f"{framework} must be {oldest} or later, got one without a name that the adapter uses: "
-        f"{error}. Install such a version of {framework}."
-    )
-
-
-def check_settings(config: Any, *settings: Setting) -> None:
-    """Raise HostError for the first setting whose value is not allowed; a missing one is None."""
-    for setting in settings:
-        value = config
-        for key in setting.name.removeprefix("--").replace("-", "_").split("."):
-            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        if value not in setting.allowed:
-            name, needed, _, remedy = setting
-            raise HostError(f"{name} must be {needed}, got {value}. {remedy}")
+        module = str(error.name) if isinstance(error, ImportError) else package
+        is_missing = isinstance(error, ModuleNotFoundError) and module == package
+        if is_missing or module.partition(".")[0] != package:
+            raise refused("a module", error, framework=framework, module=module) from error
+        raise refused("a newer version", error, framework=framework, oldest=oldest) from error
 
 
 def read_aggregation(
@@ -145,10 +100,8 @@ def same_on_all_ranks(read: Callable[[], _T]) -> _T:
     ranks = gather_objects(aggregates, dist.group.WORLD, f"reading {VARIABLE}")
     if len({*ranks}) > 1:
         without = [rank for rank, aggregates in enumerate(ranks) if not aggregates]
-        raise OptionError(
-            f"{VARIABLE} must be set on all ranks that train or on none, got none on rank(s) "
-            f"{without} of {len(ranks)}. Set it on every node, or unset it on all."
-        )
+        got = f"none on rank(s) {without} of {len(ranks)}"
+        raise refused("ranks", got)
     return results[0]
 
 
@@ -162,16 +115,11 @@ def check_aggregation(
         has_weights: the batches have weights of samples.
     """
     if missing := agg.units - {"all", "sample", *units}:
-        raise OptionError(
-            f"--loss-aggregation must group tokens by {' or '.join(['sample', *sorted(units)])} in "
-            f"{framework}, got {', '.join(sorted(missing))} ({agg.label}). Choose another mode, such as "
-            "token_mean or sample_mean."
-        )
+        possible = " or ".join(["sample", *sorted(units)])
+        got = f"{', '.join(sorted(missing))} ({agg.label})"
+        raise refused("units", got, units=possible, framework=framework)
     if agg.sample_weights and not has_weights:
-        raise OptionError(
-            "--loss-aggregation-sample-weights needs weights, which these samples do not have, got "
-            f"{agg.sample_weights}. Remove it."
-        )
+        raise refused("weights", agg.sample_weights)
 
 
 def print_inactive(framework: str) -> None:

@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.frameworks import (
-    Setting,
     check_aggregation,
-    check_settings,
     print_first_lines,
     read_aggregation,
     required_release,
     same_on_all_ranks,
 )
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
 with required_release("AReaL", "areal", "1.0.4"):
     from areal import PPOTrainer as ArealPPOTrainer
@@ -70,18 +69,6 @@ actor:
 """
 
 GROUP_KEY, WEIGHT_KEY = "_trajectory_group", "_loss_weight"
-BACKEND = Setting("backend", "megatron", ("megatron",))
-ENGINE_SETTINGS = (
-    Setting("enable_tree_training", "off, since sequences in a tree share tokens"),
-    Setting(
-        "m2_threshold",
-        "unset, since M2PO divides by the tokens of a micro-batch that it leaves",
-        (None,),
-    ),
-)
-ONE_MINIBATCH = Setting(
-    "ppo_n_minibatches", "1 for means over prompts, since AReaL's minibatches split prompts", (1,)
-)
 
 
 class _AggregatingEngine:
@@ -100,10 +87,7 @@ class _AggregatingEngine:
         engine: Any = self
         areal_loss = getattr(loss_fn, "func", loss_fn)
         if areal_loss not in (grpo_loss_fn, ppo_loss_fn, compute_packed_sft_loss):
-            raise HostError(
-                "the loss must be one of AReaL's for PPO, its critic or SFT, got "
-                f"{areal_loss!r}, whose mean is unknown. Unset MEGATRON_LOSS_AGG_FLAGS."
-            )
+            raise refused("areal, loss", repr(areal_loss))
         data = concat_batch(input_)[0] if isinstance(input_, list) else dict(input_)
         mask, groups = data["loss_mask"], data.pop(GROUP_KEY, None)
         plan = StepPlan.from_mask_sums(
@@ -158,20 +142,14 @@ def _aggregation(config: Any, has_prompts: bool) -> LossAggregation:
     """The aggregation in the environment, checked against the engine's configuration."""
     agg = read_aggregation("AReaL", {"prompt"})
     if agg is None:
-        raise HostError(
-            "MEGATRON_LOSS_AGG_FLAGS must be set for the workers, too, got none. Set it in "
-            "scheduling_spec.env_vars of this engine."
-        )
+        raise refused("areal, variable", "none")
     if not has_prompts:
         check_aggregation(agg, "AReaL's SFT", set())
     if agg.rejected is not None:
-        raise OptionError(
-            f"{agg.label} must leave rejected samples open, since AReaL has none, got {agg.rejected}. "
-            "Remove --loss-aggregation-rejected, or choose a mode in place of the preset."
-        )
-    check_settings(config, *ENGINE_SETTINGS)
+        raise refused("areal, rejected", agg.rejected, label=agg.label)
+    check_settings(config, *REFUSED["areal"])
     if "prompt" in agg.units:
-        check_settings(config, ONE_MINIBATCH)
+        check_settings(config, *REFUSED["areal, prompts"])
     return agg
 
 
@@ -211,7 +189,7 @@ def _create_engine(
     if agg is None:
         engine = create()
     else:
-        check_settings(alloc, BACKEND)
+        check_settings(alloc, *REFUSED["areal, allocation"])
         _aggregation(config, engine_class.has_prompts)  # raise before any worker starts
         if is_single_controller():
             engine = engine_class.as_controller(config, scheduler)

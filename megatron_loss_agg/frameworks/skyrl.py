@@ -28,14 +28,9 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
-from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.frameworks import (
-    Setting,
-    check_settings,
-    print_first_lines,
-    read_aggregation,
-    required_release,
-)
+from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import Setting, check_settings, refused
 from megatron_loss_agg.launch.flags import VARIABLE
 
 with required_release("SkyRL", "skyrl", "0.2.0"):
@@ -72,30 +67,6 @@ PROPORTIONAL = frozenset(
 )
 """SkyRL's policy losses that are proportional to the advantage, where its sign stays."""
 
-SKYRL_SETTINGS = (
-    Setting(
-        "trainer.algorithm.loss_reduction",
-        "token_mean, since the aggregation replaces its factors",
-        ("token_mean",),
-    ),
-    Setting(
-        "trainer.critic.model.path", "unset, since the loss of a critic does not use advantages"
-    ),
-    Setting(
-        "trainer.policy.megatron_config.transformer_config_kwargs.calculate_per_token_loss",
-        "off, since SkyRL expects Megatron to average losses",
-    ),
-)
-KL_AND_ENTROPY = tuple(
-    Setting(
-        name,
-        "false, since that loss is a mean over micro-batches",
-        remedy="Set it to false; or apply patches/skyrl/0.4.0.patch, and set "
-        "trainer.algorithm.reduce_kl_and_entropy=true.",
-    )
-    for name in ("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_entropy_loss")
-)
-
 Boundaries = list[tuple[int, int]]
 """The first sample of each mini-batch, and its last plus one."""
 
@@ -123,7 +94,7 @@ class ExactLoss:
         agg = read_aggregation("SkyRL", UNITS)
         if agg is not None:
             _check_rejected(agg, cfg)
-            check_settings(cfg, *SKYRL_SETTINGS, *_loss_settings(cfg, cls.proportional_losses))
+            check_settings(cfg, *REFUSED["skyrl"], *_loss_settings(cfg, cls.proportional_losses))
         return agg
 
     def postprocess_generator_output(
@@ -192,10 +163,7 @@ def _factors(plan: StepPlan, masks: Tensor) -> Tensor:
     """``M * c_s`` of each sample of a mini-batch, fp64 [samples, 1]."""
     coefficients = plan.coefficients(0)
     if bool((coefficients < 0).any()):
-        raise OptionError(
-            "coefficients that scale advantages must be >= 0, got negative ones, which would flip "
-            "signs. Change the aggregation function (--loss-aggregation-function)."
-        )
+        raise refused("skyrl, signs", "negative ones, which would flip signs")
     denominator = masks.sum().clamp(min=1)  # as in SkyRL's token_mean
     return (coefficients * denominator).unsqueeze(-1)
 
@@ -205,16 +173,10 @@ def _check_rejected(agg: LossAggregation, cfg: Any) -> None:
     if not agg.rejected:
         return
     if not cfg.trainer.algorithm.zero_variance_filter:
-        raise OptionError(
-            "--loss-aggregation-rejected needs samples that "
-            "trainer.algorithm.zero_variance_filter=true rejects, got false. Remove it, or set the "
-            "filter."
-        )
+        raise refused("skyrl, filter", "false")
     if cfg.generator.merge_stepwise_output:
-        raise OptionError(
-            "--loss-aggregation-rejected needs the loss masks of samples before they are filtered, "
-            "got generator.merge_stepwise_output=true, which changes both at once. Remove one."
-        )
+        got = "generator.merge_stepwise_output=true, which changes both at once"
+        raise refused("skyrl, merged", got)
 
 
 def _loss_settings(cfg: Any, proportional_losses: frozenset[str]) -> tuple[Setting, ...]:
@@ -227,7 +189,7 @@ def _loss_settings(cfg: Any, proportional_losses: frozenset[str]) -> tuple[Setti
     )
     if getattr(cfg.trainer.algorithm, "reduce_kl_and_entropy", False):
         return (policy_loss,)
-    return policy_loss, *KL_AND_ENTROPY
+    return policy_loss, *REFUSED["skyrl, KL and entropy"]
 
 
 class ExactTrainer(ExactLoss, RayPPOTrainer):

@@ -31,17 +31,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.frameworks import (
-    Setting,
     aggregation_from_environment,
     check_aggregation,
-    check_settings,
     print_first_lines,
     print_inactive,
     required_release,
     same_on_all_ranks,
 )
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
 with required_release("verl", "verl", "0.9.0"):
     from verl.utils import device
@@ -62,12 +61,6 @@ COEFFICIENTS = "loss_coefficients"
 """The column of a batch with ``c_s`` of each row."""
 PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """The uids of rows that verl adds so that all ranks have equally many."""
-TOKEN_MEAN = Setting(
-    "loss_agg_mode",
-    "token-mean, since another would weigh rows a second time",
-    ("token-mean", None),  # losses without the setting are sums over tokens
-    "Set loss_agg_mode=token-mean, and choose the mode by MEGATRON_LOSS_AGG_FLAGS.",
-)
 OTHER_POLICY_LOSSES = {
     "sapo": "always is a mean over samples",
     "geo_mean": "has a mean of its own",
@@ -99,10 +92,7 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
     rank alone: no sample is counted twice.
     """
     if "response_mask" not in data:
-        raise HostError(
-            "verl's batch must have a response_mask, got none, as in SFT. Unset "
-            "MEGATRON_LOSS_AGG_FLAGS, or train by main_ppo."
-        )
+        raise refused("verl, SFT", "none, as in SFT")
     prompts = sessions = padding = None
     if "uid" in data:
         prompts = [str(uid) for uid in tu.get(data, "uid")]
@@ -114,10 +104,7 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
             f"{uid}_{x}" for uid, x in zip(prompts, tu.get(data, "session_id"), strict=True)
         ]
     if "rollout" in agg.by_id and sessions is None:
-        raise DataError(
-            f"{agg.label} needs the column session_id, which only verl's v1 trainer writes, got "
-            "none. Choose sample instead of rollout, since each row is a rollout of its own."
-        )
+        raise refused("verl, sessions", "none", label=agg.label)
     return StepPlan.from_mask_sums(
         agg,
         data["response_mask"].bool().sum(-1),
@@ -131,13 +118,10 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
 def check_loss_config(loss_function: LossFunction) -> None:
     """Raise HostError if a loss is no token mean by verl's configuration."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    check_settings(config, TOKEN_MEAN)
+    check_settings(config, *REFUSED["verl"])
     name = getattr(getattr(config, "policy_loss", None), "loss_mode", "vanilla")
     if name in OTHER_POLICY_LOSSES:
-        raise HostError(
-            f"policy_loss.loss_mode must be a token mean, got {name}, which "
-            f"{OTHER_POLICY_LOSSES[name]}. Choose another, such as vanilla or gspo."
-        )
+        raise refused("verl, policy loss", f"{name}, which {OTHER_POLICY_LOSSES[name]}")
 
 
 class WeightedSums(TorchFunctionMode):
@@ -202,10 +186,7 @@ def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
         with WeightedSums(row_weights):
             loss, _ = call(model_output=model_output)
         if loss != 0:
-            raise HostError(
-                "verl's loss must be a sum that agg_loss divides by batch_num_tokens, got another. "
-                "Give config.global_batch_info to agg_loss in a policy loss of your own."
-            )
+            raise refused("verl, own loss", "another")
     if advantages is not None:
         data["advantages"] = advantages
 
@@ -248,10 +229,7 @@ class AggregatingEngine:
         self, data: Any, loss_function: LossFunction, forward_only: bool = False
     ) -> Any:
         if not forward_only and COEFFICIENTS not in data and aggregation() is not None:
-            raise HostError(
-                "An optimizer step must be one train_batch, got a forward_backward of its own, as "
-                "by Tinker's worker. Unset MEGATRON_LOSS_AGG_FLAGS, or use TrainingWorker."
-            )
+            raise refused("verl, calls", "a forward_backward of its own, as by Tinker's worker")
         return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
 
     def postprocess_micro_batch_func(
@@ -285,10 +263,7 @@ class RefusingEngine:
 
     def initialize(self: Any) -> None:
         if aggregation() and not self.engine_config.forward_only:
-            raise HostError(
-                f"The engine must be Megatron's, got {type(self).__name__}. Set "
-                "model_engine=megatron, or unset MEGATRON_LOSS_AGG_FLAGS."
-            )
+            raise refused("verl, engine", type(self).__name__)
         super().initialize()  # type: ignore[misc]
 
 

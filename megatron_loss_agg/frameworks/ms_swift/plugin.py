@@ -19,8 +19,8 @@ from torch.utils.data import get_worker_info
 
 import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks the names that are replaced below
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.frameworks import print_inactive, same_on_all_ranks
+from megatron_loss_agg.frameworks.refusals import refused
 from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.launch.install import hook_from_args, install
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
@@ -114,11 +114,8 @@ def prepare_model(trainer: Any) -> Any:
     elif isinstance(trainer, MegatronTrainer) and args.task_type == "causal_lm":
         _trainer_options["read_batch"], step = read_samples, sample_step
     else:
-        raise HostError(
-            "the plugin needs megatron sft or pt with --task_type causal_lm, whose loss is a sum over "
-            "tokens, or rlhf with --rlhf_type dpo and without --rpo_alpha, got "
-            f"{type(trainer).__name__} with --task_type {args.task_type}. Unset {VARIABLE}."
-        )
+        got = f"{type(trainer).__name__} with --task_type {args.task_type}"
+        raise refused("ms_swift, trainer", got)
     _trainer_options["split"] = args.cp_partition_mode
     trainer.forward_step = functools.partial(step, trainer, trainer.forward_step)
     return stock_prepare_model(trainer)
