@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH \
-#     --megatron-bridge PATH
+#     --roll PATH --megatron-bridge PATH
 #
-# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our adapters, and
+# Runs the training steps of slime, miles, NeMo-RL, AReaL and ROLL, with and without our adapters, and
 # Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
 # ci/verified.md. With some of the paths, their tables are only printed.
 #
@@ -24,6 +24,7 @@ declare -A clones=() urls=(
     [miles]=https://github.com/radixark/miles
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
     [areal]=https://github.com/areal-project/AReaL
+    [roll]=https://github.com/alibaba/ROLL
     [megatron-bridge]=https://github.com/NVIDIA-NeMo/Megatron-Bridge
 )
 newest=
@@ -139,13 +140,13 @@ if [[ $newest ]]; then
     for name in "${!clones[@]}"; do newest_commit "$name" "${clones[$name]}"; done
     exit
 fi
-for name in slime miles nemo-rl areal megatron-bridge; do
+for name in slime miles nemo-rl areal roll megatron-bridge; do
     if [[ -n ${clones[$name]:-} ]]; then section "$name" "${clones[$name]}" >>"$scratch/tables.md"; fi
 done
 cat "$scratch/tables.md"
 if [[ ${#clones[@]} -eq ${#urls[@]} ]]; then
     cat - "$scratch/tables.md" >ci/frameworks.md <<'HEAD'
-## slime, miles, NeMo-RL, AReaL and Megatron-Bridge
+## slime, miles, NeMo-RL, AReaL, ROLL and Megatron-Bridge
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of

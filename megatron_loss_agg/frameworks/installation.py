@@ -59,6 +59,13 @@ FRAMEWORKS = {
         *("AReaL", "areal", "areal", ("cbff54d", "2.0.0", "1.0.4")),
         ((f"from {_OURS}.areal import PPOTrainer",), (f"from {_OURS}.areal import SFTTrainer",)),
     ),
+    "roll": Framework(
+        *("ROLL", "roll", "roll", ("8eb27cc",)),
+        (
+            (f"worker_cls: {_OURS}.roll.AggregatedRLVRWorker", "seq-mean-token-sum"),
+            (f"worker_cls: {_OURS}.roll.AggregatedAgenticWorker", "seq-mean-token-sum"),
+        ),
+    ),
     "skyrl": Framework(
         *("SkyRL", "skyrl", "skyrl", ("0.4.0",)),
         (
@@ -160,7 +167,7 @@ def names_variable(framework: Framework, launch_file: str) -> bool:
 
 def _pattern(words: str) -> str:
     """Words of a command line or a program, also as YAML, JSON or a shell write them."""
-    parts = map(re.escape, re.split("[ =]", words))
+    parts = map(re.escape, re.split("[ =]|: ", words))
     # Quotes and signs between a name and its value, and other values of a list.
     between = r"""["']?(?:\s|\\|=|:)+["'\[(\s]*(?:[\w./]+,\s*)*"""
     start, end = (r"(?<!\w)" if words[0] != "(" else ""), (r"(?!\w)" if words[-1] != "(" else "")

@@ -103,6 +103,17 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             (1,),
         ),
     ),
+    "roll": (
+        Setting(
+            "loss_agg_mode",
+            "seq-mean-token-sum, whose factors the aggregation replaces",
+            ("seq-mean-token-sum",),
+        ),
+        Setting("difficulty_loss_weight", "off, since it weighs samples a second time"),
+        Setting("length_loss_weight", "off, since it weighs samples a second time"),
+    ),
+    "roll, worker": (Setting("apply_loss_scale", "true, since Megatron averages losses", (True,)),),
+    "roll, strategy": (Setting("strategy_name", "megatron_train", ("megatron_train",)),),
     "skyrl": (
         Setting(
             "trainer.algorithm.loss_reduction",
