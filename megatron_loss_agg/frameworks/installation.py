@@ -59,6 +59,10 @@ FRAMEWORKS = {
         *("AReaL", "areal", "areal", ("cbff54d", "2.0.0", "1.0.4")),
         ((f"from {_OURS}.areal import PPOTrainer",), (f"from {_OURS}.areal import SFTTrainer",)),
     ),
+    "rlinf": Framework(
+        *("RLinf", "rlinf", "rlinf", ("a3816b5",)),
+        ((f"from {_OURS}.rlinf import MegatronActor",),),
+    ),
     "roll": Framework(
         *("ROLL", "roll", "roll", ("8eb27cc",)),
         (

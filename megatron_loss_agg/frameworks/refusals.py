@@ -103,6 +103,23 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             (1,),
         ),
     ),
+    "rlinf": (
+        Setting(
+            "algorithm.use_valid_token_scale",
+            "false, since its factor is of the tokens of each microbatch",
+        ),
+        Setting(
+            "algorithm.early_stop_imp_ratio",
+            "unset, since a microbatch that is left out stays counted",
+            (None,),
+        ),
+        Setting(
+            "algorithm.entropy_bonus",
+            "0, since RLinf computes the gradient of entropies from what it has overwritten",
+            (0,),
+        ),
+        Setting("runner.task_type", "reasoning", ("reasoning",)),
+    ),
     "roll": (
         Setting(
             "loss_agg_mode",
@@ -228,6 +245,9 @@ REFUSALS = {
         "{label} must leave rejected samples open, since AReaL has none",
         "Remove --loss-aggregation-rejected, or choose a mode in place of the preset.",
         OptionError,
+    ),
+    "rlinf, pipeline": Refusal(
+        "the batch of a step must be at hand before it trains, as with collocated placement"
     ),
     "skyrl, signs": Refusal(
         "coefficients that scale advantages must be >= 0",
