@@ -85,6 +85,7 @@ shipped() {
     miles) file docker/Dockerfile | sed -n 's/^ARG MEGATRON_\(REPO\|BRANCH\)=//p' ;;
     nemo-rl) git -C "$clone" ls-tree -r "$commit" 3rdparty | sed -n 's/.*commit \([0-9a-f]*\).*Megatron-Bridge$/that of Megatron-Bridge \1/p' ;;
     areal) file pyproject.toml | grep -o -m 1 'megatron-core==[0-9.]*' ;;
+    rlinf) file requirements/install.sh | grep -o 'core_r0[.0-9]*' | sort -ru ;;
     roll) file mcore_adapter/requirements.txt | grep -m 1 '^megatron-core' ;;
     megatron-bridge) file pyproject.toml | grep -o -m 1 'megatron-core[^"]*' ;;
     esac | paste -sd ' '
