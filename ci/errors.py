@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -53,12 +54,15 @@ class Source:
             if node.func.id in vars(errors):
                 name, message = node.func.id, node.args[0]
             elif node.func.id == "Setting":  # a row of a framework's refusals
-                name, message = "HostError", _refusal(node)
+                name, message = "HostError", _refused_setting(node)
+            elif node.func.id == "Refusal":
+                name, message = _refusal(node)
             elif node.func.id == _RAISES_ITS_LAST_ARGUMENT:
                 name, message = "PeerError", node.args[-1]
             else:
                 continue
             for text in self._texts(message):
+                text = re.sub(r"\{\w+\}", "…", text)  # the words of a row
                 if fixed(text) > _FEW:
                     yield name, " ".join(text.split())
 
@@ -90,8 +94,16 @@ class Source:
         return None
 
 
-def _refusal(setting: ast.Call) -> ast.expr:
-    """The message that `frameworks.check_settings` makes of a row."""
+def _refusal(row: ast.Call) -> tuple[str, ast.expr]:
+    """The class and the message of the error that `frameworks.refusals.refused` makes of a row."""
+    needed, remedy, error = [*row.args, *[None] * 2][:3]
+    end = ast.Constant(", got …. ")
+    values = [needed, end, remedy or ast.Constant("Unset MEGATRON_LOSS_AGG_FLAGS.")]
+    return getattr(error, "id", "HostError"), ast.JoinedStr(values)
+
+
+def _refused_setting(setting: ast.Call) -> ast.expr:
+    """The message that `frameworks.refusals.check_settings` makes of a row."""
     options = {keyword.arg: keyword.value for keyword in setting.keywords}
     name, needed, _, remedy, *_ = [*setting.args, *[None] * 4]
     default = ast.Constant("Change it, or unset MEGATRON_LOSS_AGG_FLAGS.")

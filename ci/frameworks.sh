@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # bash ci/frameworks.sh [--newest] --slime PATH --miles PATH --nemo-rl PATH --areal PATH \
-#     --megatron-bridge PATH
+#     --rlinf PATH --roll PATH --megatron-bridge PATH
 #
-# Runs the training steps of slime, miles, NeMo-RL and AReaL, with and without our adapters, and
+# Runs the training steps of slime, miles, NeMo-RL, AReaL, RLinf and ROLL, with and without our adapters, and
 # Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
 # ci/verified.md. With some of the paths, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name, or else the
 # newest is taken. It is only read: the commit is unpacked into a scratch folder, and a second copy
 # is patched by the command on the framework's page, if there is one. Of Megatron-Bridge, whose
-# package is installed, the newest commit's scripts are taken.
+# package is installed, the newest commit's scripts are taken. Each section names the Megatron-Core
+# that it ran on, and the one that the framework ships: MEGATRON=path/to/Megatron-LM runs on that one.
 #
 # --newest takes the newest commit of each clone, and of the frameworks in ci/peers.txt the newest
 # release on the package index. It prints a line for each, and writes nothing: the version, whether
@@ -17,13 +18,15 @@
 set -euo pipefail
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 
-usage() { sed -n '2,20s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
+usage() { sed -n '2,21s/^# \?//p' "${BASH_SOURCE[0]}" >&2 && exit 1; }
 
 declare -A clones=() urls=(
     [slime]=https://github.com/THUDM/slime
     [miles]=https://github.com/radixark/miles
     [nemo-rl]=https://github.com/NVIDIA-NeMo/RL
     [areal]=https://github.com/areal-project/AReaL
+    [rlinf]=https://github.com/RLinf/RLinf
+    [roll]=https://github.com/alibaba/ROLL
     [megatron-bridge]=https://github.com/NVIDIA-NeMo/Megatron-Bridge
 )
 newest=
@@ -34,9 +37,11 @@ while [[ $# -ge 2 && $1 == --* && -n ${urls[${1#--}]:-} ]]; do
 done
 [[ $# -eq 0 && ($newest || ${#clones[@]} -gt 0) ]] || usage
 
+megatron=${MEGATRON:+:$(realpath "$MEGATRON")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD$megatron
+core=$("$python" -W ignore -c 'import megatron.core; print(megatron.core.__version__)')
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -48,8 +53,10 @@ unpack() {
         git -C "$clone" archive "$commit:scripts" | tar -x -C "$scratch/$name/stock/scripts"
         return
     fi
+    local folders=()
+    if [[ $name == roll ]]; then folders=(roll mcore_adapter); fi # others hold large files
     mkdir -p "$scratch/$name/stock"
-    git -C "$clone" archive "$commit" | tar -x -C "$scratch/$name/stock"
+    git -C "$clone" archive "$commit" "${folders[@]}" | tar -x -C "$scratch/$name/stock"
     if ! command=$(grep -m 1 "^git -C path/to/$name apply" docs/frameworks.md); then
         ln -s stock "$scratch/$name/patched"
         return
@@ -69,6 +76,21 @@ compare() {
     fi
 }
 
+# The Megatron-Core that a commit of a framework ships, by its own files.
+shipped() {
+    local name=$1
+    file() { git -C "$clone" show "$commit:$1" 2>/dev/null; }
+    case $name in
+    slime) file docker/Dockerfile | sed -n 's/^ARG MEGATRON_COMMIT=/commit /p' ;;
+    miles) file docker/Dockerfile | sed -n 's/^ARG MEGATRON_\(REPO\|BRANCH\)=//p' ;;
+    nemo-rl) git -C "$clone" ls-tree -r "$commit" 3rdparty | sed -n 's/.*commit \([0-9a-f]*\).*Megatron-Bridge$/that of Megatron-Bridge \1/p' ;;
+    areal) file pyproject.toml | grep -o -m 1 'megatron-core==[0-9.]*' ;;
+    rlinf) file requirements/install.sh | grep -o 'core_r0[.0-9]*' | sort -ru ;;
+    roll) file mcore_adapter/requirements.txt | grep -m 1 '^megatron-core' ;;
+    megatron-bridge) file pyproject.toml | grep -o -m 1 'megatron-core[^"]*' ;;
+    esac | paste -sd ' '
+}
+
 # The section on one framework: its commit, and the table of its run.
 section() {
     local name=$1 clone=$2 patch commit code
@@ -79,7 +101,8 @@ section() {
     commit=$(git -C "$clone" rev-parse --verify "$commit^{commit}")
     unpack "$name" "$clone" "$commit"
     compare "$name"
-    printf '\n[%s](%s) at `%s`, %s:\n\n' "$name" "${urls[$name]}" "$commit" "${code:-as it is}"
+    printf '\n[%s](%s) at `%s`, %s, on Megatron-Core %s (it ships: %s):\n\n' "$name" \
+        "${urls[$name]}" "$commit" "${code:-as it is}" "$core" "$(shipped "$name")"
     cat "$scratch/$name.md"
 }
 
@@ -139,13 +162,13 @@ if [[ $newest ]]; then
     for name in "${!clones[@]}"; do newest_commit "$name" "${clones[$name]}"; done
     exit
 fi
-for name in slime miles nemo-rl areal megatron-bridge; do
+for name in slime miles nemo-rl areal rlinf roll megatron-bridge; do
     if [[ -n ${clones[$name]:-} ]]; then section "$name" "${clones[$name]}" >>"$scratch/tables.md"; fi
 done
 cat "$scratch/tables.md"
 if [[ ${#clones[@]} -eq ${#urls[@]} ]]; then
     cat - "$scratch/tables.md" >ci/frameworks.md <<'HEAD'
-## slime, miles, NeMo-RL, AReaL and Megatron-Bridge
+## slime, miles, NeMo-RL, AReaL, RLinf, ROLL and Megatron-Bridge
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of

@@ -32,10 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args[:1] == ["doctor"]:
-            from megatron_loss_agg import frameworks
+            from megatron_loss_agg.frameworks.installation import FRAMEWORKS, examined
             from megatron_loss_agg.launch import doctor
 
-            return doctor.main(args[1:], frameworks.adapter_settings, [*frameworks.PACKAGES])
+            in_drivers = {name: framework.in_driver for name, framework in FRAMEWORKS.items()}
+            return doctor.main(args[1:], examined, in_drivers)
         if args[:1] == ["explain"]:
             from megatron_loss_agg import explain
 

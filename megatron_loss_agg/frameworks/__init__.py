@@ -10,116 +10,99 @@ Without the variable an adapter changes nothing.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
+from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
-from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.frameworks.refusals import refused
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
 __all__ = [
-    "Setting",
     "aggregation_from_environment",
     "check_aggregation",
-    "check_settings",
     "print_first_lines",
     "print_inactive",
     "read_aggregation",
     "required_release",
+    "same_on_all_ranks",
 ]
 
-PACKAGES = {
-    **{name: name for name in ("verl", "slime", "miles", "nemo_rl", "areal", "skyrl")},
-    "ms_swift": "swift",
-}
-"""The package of each framework, by the name of its adapter, a module of this package."""
-
-OFF = (None, False, "")
-"""Values of a setting that is off."""
-
-
-class Setting(NamedTuple):
-    """A setting of a framework, and the values under which its adapter is exact."""
-
-    name: str
-    """A flag, or an attribute of the configuration, with dots between nested ones."""
-    needed: str
-    """The end of the sentence "NAME must be ..."."""
-    allowed: Container[Any] = OFF
-    remedy: str = f"Change it, or unset {VARIABLE}."
-    """The second sentence of the error."""
-
+_T = TypeVar("_T")
 
 _printed: set[str] = set()
 """Models whose first lines this process has printed, and "none" for `print_inactive`."""
 
 
-def adapter_settings(name: str) -> str:
-    """The lines that select the adapter of this framework.
-
-    Raises:
-        HostError: there is no such framework, or it lacks the adapter's extension point.
-        OptionError: bad flags in the environment.
-    """
-    if importlib.util.find_spec(PACKAGES[name]) is None:
-        raise HostError(
-            f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
-            "Give the Python that trains."
-        )
-    if name != "ms_swift":  # its loop has a hook, and takes all flags
-        aggregation_from_environment()
-    adapter = importlib.import_module(f"{__name__}.{name}")
-    settings: str = adapter.SETTINGS
-    return settings
-
-
 @contextmanager
-def required_release(framework: str, oldest: str) -> Iterator[None]:
+def required_release(framework: str, package: str, oldest: str) -> Iterator[None]:
     """Raise HostError if the block does not find a name that it imports or looks up.
 
     The block names all that an adapter calls, overrides or replaces. Were a method renamed that an
     adapter overrides, the override would never run, and the framework's own mean would be trained.
+
+    Args:
+        package: the framework's package; what lacks in it is a matter of its version.
+        oldest: the oldest version that has all names.
     """
     try:
         yield
     except (ImportError, AttributeError) as error:
-        raise HostError(
-            f"{framework} must be {oldest} or later, with its dependencies, got: {error}. Install such "
-            f"a version of {framework}."
-        ) from error
-
-
-def check_settings(config: Any, *settings: Setting) -> None:
-    """Raise HostError for the first setting whose value is not allowed; a missing one is None."""
-    for setting in settings:
-        value = config
-        for key in setting.name.removeprefix("--").replace("-", "_").split("."):
-            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        if value not in setting.allowed:
-            name, needed, _, remedy = setting
-            raise HostError(f"{name} must be {needed}, got {value}. {remedy}")
+        module = str(error.name) if isinstance(error, ImportError) else package
+        is_missing = isinstance(error, ModuleNotFoundError) and module == package
+        if is_missing or module.partition(".")[0] != package:
+            raise refused("a module", error, framework=framework, module=module) from error
+        raise refused("a newer version", error, framework=framework, oldest=oldest) from error
 
 
 def read_aggregation(
-    framework: str, units: set[str], has_weights: bool = False
+    framework: str, units: set[str], has_weights: bool = False, on_all_ranks: bool = False
 ) -> LossAggregation | None:
     """The aggregation in the environment, checked; or None, which is printed once.
 
-    The arguments are those of `check_aggregation`.
+    Args:
+        units, has_weights: as in `check_aggregation`.
+        on_all_ranks: all ranks that train call, so they compare whether they aggregate.
     """
-    agg = aggregation_from_environment()
+
+    def read() -> LossAggregation | None:
+        agg = aggregation_from_environment()
+        if agg is not None:
+            check_aggregation(agg, framework, units, has_weights)
+        return agg
+
+    agg = same_on_all_ranks(read) if on_all_ranks else read()
     if agg is None:
         print_inactive(framework)
-    else:
-        check_aggregation(agg, framework, units, has_weights)
     return agg
+
+
+def same_on_all_ranks(read: Callable[[], _T]) -> _T:
+    """The result of ``read`` on this rank. All ranks must call.
+
+    A rank without the variable trains at once, while the others wait for its counts for ever.
+
+    Raises:
+        OptionError: the result is empty on some ranks, and on others not.
+        PeerError: ``read`` failed on another rank.
+    """
+    results: list[_T] = []
+
+    def aggregates() -> bool:
+        results.append(read())
+        return bool(results[0])
+
+    ranks = gather_objects(aggregates, dist.group.WORLD, f"reading {VARIABLE}")
+    if len({*ranks}) > 1:
+        without = [rank for rank, aggregates in enumerate(ranks) if not aggregates]
+        got = f"none on rank(s) {without} of {len(ranks)}"
+        raise refused("ranks", got)
+    return results[0]
 
 
 def check_aggregation(
@@ -132,16 +115,11 @@ def check_aggregation(
         has_weights: the batches have weights of samples.
     """
     if missing := agg.units - {"all", "sample", *units}:
-        raise OptionError(
-            f"--loss-aggregation must group tokens by {' or '.join(['sample', *sorted(units)])} in "
-            f"{framework}, got {', '.join(sorted(missing))} ({agg.label}). Choose another mode, such as "
-            "token_mean or sample_mean."
-        )
+        possible = " or ".join(["sample", *sorted(units)])
+        got = f"{', '.join(sorted(missing))} ({agg.label})"
+        raise refused("units", got, units=possible, framework=framework)
     if agg.sample_weights and not has_weights:
-        raise OptionError(
-            "--loss-aggregation-sample-weights needs weights, which these samples do not have, got "
-            f"{agg.sample_weights}. Remove it."
-        )
+        raise refused("weights", agg.sample_weights)
 
 
 def print_inactive(framework: str) -> None:

@@ -14,6 +14,7 @@ means over tokens, and these stay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,17 +22,17 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.frameworks import (
-    Setting,
     check_aggregation,
-    check_settings,
     print_first_lines,
     read_aggregation,
     required_release,
+    same_on_all_ranks,
 )
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
-with required_release("AReaL", "1.0.4"):
+with required_release("AReaL", "areal", "1.0.4"):
     from areal import PPOTrainer as ArealPPOTrainer
     from areal import SFTTrainer as ArealSFTTrainer
 
@@ -48,9 +49,12 @@ with required_release("AReaL", "1.0.4"):
     from areal.utils.data import concat_batch
     from areal.utils.environ import is_single_controller
 
-    # Overridden below.
+    # Overridden or called below.
     attrgetter("_create_train_engine", "_create_critic")(ArealPPOTrainer)
     attrgetter("_create_actor")(ArealSFTTrainer)
+    for engine in MegatronPPOActor, MegatronPPOCritic, MegatronLMEngine:
+        attrgetter("train_batch", "as_controller", "create_process_group")(engine)
+    attrgetter("ppo_update")(MegatronPPOActor)
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
@@ -65,17 +69,6 @@ actor:
 """
 
 GROUP_KEY, WEIGHT_KEY = "_trajectory_group", "_loss_weight"
-BACKEND = Setting("backend", "megatron", ("megatron",))
-ENGINE_SETTINGS = (
-    Setting(
-        "m2_threshold",
-        "unset, since M2PO divides by the tokens of a micro-batch that it leaves",
-        (None,),
-    ),
-)
-ONE_MINIBATCH = Setting(
-    "ppo_n_minibatches", "1 for means over prompts, since AReaL's minibatches split prompts", (1,)
-)
 
 
 class _AggregatingEngine:
@@ -94,10 +87,7 @@ class _AggregatingEngine:
         engine: Any = self
         areal_loss = getattr(loss_fn, "func", loss_fn)
         if areal_loss not in (grpo_loss_fn, ppo_loss_fn, compute_packed_sft_loss):
-            raise HostError(
-                "the loss must be one of AReaL's for PPO, its critic or SFT, got "
-                f"{areal_loss!r}, whose mean is unknown. Unset MEGATRON_LOSS_AGG_FLAGS."
-            )
+            raise refused("areal, loss", repr(areal_loss))
         data = concat_batch(input_)[0] if isinstance(input_, list) else dict(input_)
         mask, groups = data["loss_mask"], data.pop(GROUP_KEY, None)
         plan = StepPlan.from_mask_sums(
@@ -152,20 +142,14 @@ def _aggregation(config: Any, has_prompts: bool) -> LossAggregation:
     """The aggregation in the environment, checked against the engine's configuration."""
     agg = read_aggregation("AReaL", {"prompt"})
     if agg is None:
-        raise HostError(
-            "MEGATRON_LOSS_AGG_FLAGS must be set for the workers, too, got none. Set it in "
-            "scheduling_spec.env_vars of this engine."
-        )
+        raise refused("areal, variable", "none")
     if not has_prompts:
         check_aggregation(agg, "AReaL's SFT", set())
     if agg.rejected is not None:
-        raise OptionError(
-            f"{agg.label} must leave rejected samples open, since AReaL has none, got {agg.rejected}. "
-            "Remove --loss-aggregation-rejected, or choose a mode in place of the preset."
-        )
-    check_settings(config, *ENGINE_SETTINGS)
+        raise refused("areal, rejected", agg.rejected, label=agg.label)
+    check_settings(config, *REFUSED["areal"])
     if "prompt" in agg.units:
-        check_settings(config, ONE_MINIBATCH)
+        check_settings(config, *REFUSED["areal, prompts"])
     return agg
 
 
@@ -173,34 +157,45 @@ class PPOTrainer(ArealPPOTrainer):
     """AReaL's trainer with an aggregating actor and critic; without the variable, as it is."""
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        if actor_config is not self.config.actor:
-            return super()._create_train_engine(actor_config, alloc)
-        if read_aggregation("AReaL", {"prompt"}) is None:
-            return super()._create_train_engine(actor_config, alloc)
-        return _create_engine(AggregatedPPOActor, actor_config, alloc, self.scheduler)
+        create = partial(super()._create_train_engine, actor_config, alloc)
+        if actor_config is not self.config.actor:  # of a reference or a teacher
+            return create()
+        return _create_engine(AggregatedPPOActor, actor_config, alloc, self.scheduler, create)
 
     def _create_critic(self, critic_config: Any, alloc: Any) -> Any:
-        if read_aggregation("AReaL", {"prompt"}) is None:
-            return super()._create_critic(critic_config, alloc)
-        return _create_engine(AggregatedPPOCritic, critic_config, alloc, self.scheduler)
+        create = partial(super()._create_critic, critic_config, alloc)
+        return _create_engine(AggregatedPPOCritic, critic_config, alloc, self.scheduler, create)
 
 
 class SFTTrainer(ArealSFTTrainer):
     """AReaL's trainer with an aggregating model; without the variable, as it is."""
 
     def _create_actor(self, actor_config: Any) -> Any:
-        if read_aggregation("AReaL", {"prompt"}) is None:
-            return super()._create_actor(actor_config)
-        return _create_engine(AggregatedLMEngine, actor_config, self.actor_alloc, self.scheduler)
+        create = partial(super()._create_actor, actor_config)
+        return _create_engine(
+            AggregatedLMEngine, actor_config, self.actor_alloc, self.scheduler, create
+        )
 
 
-def _create_engine(engine_class: Any, config: Any, alloc: Any, scheduler: Any) -> Any:
-    """The engine; or its controller, which sends the import path of the class to its workers."""
-    check_settings(alloc, BACKEND)
-    _aggregation(config, engine_class.has_prompts)  # raise before any worker starts
-    if is_single_controller():
-        engine = engine_class.as_controller(config, scheduler)
+def _create_engine(
+    engine_class: Any, config: Any, alloc: Any, scheduler: Any, create: Callable[[], Any]
+) -> Any:
+    """The engine; or its controller, which sends the import path of the class to its workers.
+
+    Args:
+        create: AReaL's own method, for a process without the variable.
+    """
+    agg = read_aggregation("AReaL", {"prompt"})
+    if agg is None:
+        engine = create()
     else:
-        engine = engine_class(config=config)
-    engine.create_process_group(parallel_strategy=alloc.parallel)
+        check_settings(alloc, *REFUSED["areal, allocation"])
+        _aggregation(config, engine_class.has_prompts)  # raise before any worker starts
+        if is_single_controller():
+            engine = engine_class.as_controller(config, scheduler)
+        else:
+            engine = engine_class(config=config)
+        engine.create_process_group(parallel_strategy=alloc.parallel)
+    if not is_single_controller():  # every rank has a trainer, and there are process groups now
+        same_on_all_ranks(lambda: agg)
     return engine

@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from megatron_loss_agg import StepPlan
-from megatron_loss_agg.errors import HostError
-from megatron_loss_agg.frameworks import (
-    Setting,
-    check_settings,
-    print_first_lines,
-    read_aggregation,
-    required_release,
-)
-from megatron_loss_agg.frameworks.slime import SLIME_SETTINGS, needs_prompts, replace_denominators
+from megatron_loss_agg import LossAggregation, StepPlan
+from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
+from megatron_loss_agg.frameworks.slime import needs_prompts, replace_denominators
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
@@ -37,22 +33,8 @@ OLDEST = "commit 11cc232 (4 Aug 2026)"
 CONVERT_HINT = (
     "set --custom-convert-samples-to-train-data-path megatron_loss_agg.frameworks.miles.convert"
 )
-SPLIT_BY_MANAGER = (
-    "off, so that the rollout manager splits samples into steps of --global-batch-size rollouts"
-)
-MILES_SETTINGS = (
-    Setting("--delay-split-train-data-by-dp", SPLIT_BY_MANAGER),
-    Setting("--use-dynamic-global-batch-size", SPLIT_BY_MANAGER),
-    Setting(
-        "--object-store-backend",
-        "ray, since others round rollout_mask_sums to integers",
-        ("ray",),
-    ),
-    Setting("--train-backend", "megatron", ("megatron",)),
-)
-"""Settings of miles under which `convert` sees its steps, and denominators reach the losses."""
 
-with required_release("miles", OLDEST):
+with required_release("miles", "miles", OLDEST):
     if find_spec("miles"):  # not where this module is only read
         importlib.import_module("miles.utils.dp_schedule")
 
@@ -63,36 +45,41 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
     replace_denominators(args, rollout_data, "miles", upgrade_hint, CONVERT_HINT)
 
 
-def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
+def __getattr__(name: str) -> Any:
+    """``convert``, as the rollout manager loads it; None without an aggregation.
+
+    With None miles converts samples by itself. A function in its place would not get the metadata
+    of its own conversion: the steps of multi-LoRA, and dynamic batch sizes.
+    """
+    if name != "convert":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # There are no microbatches yet.
+    agg = read_aggregation("miles", {"prompt", "rollout"})
+    return agg and partial(_convert, agg)
+
+
+def _convert(agg: LossAggregation, args: Namespace, samples: list[Any]) -> dict[str, Any]:
     """miles's own training data of ``samples``, with the denominators of the plan.
 
     Raises:
         HostError: a denominator below 1, or a setting under which miles does not divide by them.
-        OptionError: the aggregation needs microbatches, into which miles splits samples later.
     """
-    # There are no microbatches yet.
-    agg = read_aggregation("miles", {"prompt", "rollout"})
-    if agg is not None:
-        check_settings(args, *SLIME_SETTINGS, *MILES_SETTINGS)
+    check_settings(args, *REFUSED["slime"], *REFUSED["miles"])
     # The conversion sets the masks of removed samples to 0.
     removed = [sample.remove_sample for sample in samples]
     lengths = [sample.effective_response_length for sample in samples]
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
     path = args.custom_reward_post_process_path
+    metadata: dict[str, Any] = {}  # of nothing but the settings that are refused
     data: dict[str, Any] = conversion.convert_samples_to_train_data(
-        args, samples, {}, None, path and load_function(path)
+        args, samples, metadata, None, path and load_function(path)
     )
-    if agg is None:
-        return data
     rollout_ids, num_rollouts = data["rollout_ids"], args.global_batch_size
     order = list(dict.fromkeys(rollout_ids))
     if "multimodal_train_inputs" in data or len(order) < num_rollouts:
-        raise HostError(
-            "samples must be split by the rollout manager, as those are that are of text and at "
-            f"least --global-batch-size {num_rollouts} rollouts, got {len(order)} rollouts of samples "
-            f"with {', '.join(data)}. Change the batch, or remove the aggregation."
-        )
+        got = f"{len(order)} rollouts of samples with {', '.join(data)}"
+        raise refused("miles, split", got, rollouts=num_rollouts)
     mask_sums = lengths if agg.rejected else [sum(mask) for mask in data["loss_masks"]]
     prompts = [sample.group_index for sample in samples]
 
@@ -111,13 +98,7 @@ def convert(args: Namespace, samples: list[Any]) -> dict[str, Any]:
         print_first_lines(plan)
         step_denominators = 1 / (plan.coefficients(0) * num_rollouts)
         if step_denominators.min() < 1:
-            raise HostError(
-                "denominators must be at least 1 in miles, which divides by no less, got "
-                f"{step_denominators.min().item():.3g}. Choose another mode or divisor "
-                "(--loss-aggregation), or apply patches/miles/31f1ca9.patch and set "
-                "--rollout-data-postprocess-path megatron_loss_agg.frameworks.miles.postprocess "
-                "instead."
-            )
+            raise refused("miles, denominators", f"{step_denominators.min().item():.3g}")
         for i, denominator in zip(rows, step_denominators.tolist(), strict=True):
             denominators[i] = denominator
     return {**data, "rollout_mask_sums": denominators}

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.frameworks import (
-    Setting,
     check_aggregation,
-    check_settings,
     print_first_lines,
     read_aggregation,
     required_release,
 )
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
-with required_release("NeMo-RL", "0.6.0"):
+with required_release("NeMo-RL", "nemo_rl", "0.6.0"):
     from nemo_rl.algorithms.loss import ClippedPGLossFn, NLLLossFn
     from nemo_rl.algorithms.loss.interfaces import LossType
     from nemo_rl.data.multimodal_utils import PackedTensor
@@ -45,15 +44,6 @@ aggregate_losses(policy)
 """
 
 COLUMN = "loss_coefficients"
-MEGATRON_WORKERS = Setting(
-    "megatron_cfg.enabled", "true, so that Megatron trains the policy", (True,)
-)
-NO_POSITIVE_EXAMPLES = Setting(
-    "positive_example_nll_weight",
-    "0, since its term is a mean over each microbatch",
-    (0, None),
-    "Change loss_fn.",
-)
 
 
 def aggregate_losses(policy: Any) -> Any:
@@ -68,12 +58,9 @@ def aggregate_losses(policy: Any) -> Any:
     agg = read_aggregation("NeMo-RL", {"prompt"}, has_weights=True)
     if agg is None:
         return policy
-    check_settings(policy.cfg, MEGATRON_WORKERS)
+    check_settings(policy.cfg, *REFUSED["nemo_rl"])
     if hasattr(policy, "train_from_meta"):
-        raise HostError(
-            "the batch must pass through the driver, got a policy of the data plane. Set "
-            "data_plane.enabled=false, or unset MEGATRON_LOSS_AGG_FLAGS."
-        )
+        raise refused("nemo_rl, data plane", "a policy of the data plane")
     # The default is as in NeMo-RL's own means.
     agg = replace(
         agg, rejected=agg.rejected or "skip", sample_weights=agg.sample_weights or "count"
@@ -97,18 +84,12 @@ def aggregate_losses(policy: Any) -> Any:
 def _check_loss(agg: LossAggregation, data: Any, loss_fn: Any) -> None:
     """Raise if the weights do not fit the loss, or the batch does not tell its prompts apart."""
     if type(loss_fn) not in (ClippedPGLossFn, NLLLossFn):
-        raise HostError(
-            f"the loss must be ClippedPGLossFn or NLLLossFn, got {type(loss_fn).__name__}, whose sum "
-            "is another. Unset MEGATRON_LOSS_AGG_FLAGS."
-        )
-    check_settings(loss_fn, NO_POSITIVE_EXAMPLES)
+        raise refused("nemo_rl, loss", type(loss_fn).__name__)
+    check_settings(loss_fn, *REFUSED["nemo_rl, loss"])
     if type(loss_fn) is NLLLossFn:
         check_aggregation(agg, "NeMo-RL's SFT", set(), has_weights=True)
     if "prompt" in agg.units and any(isinstance(x, PackedTensor) for x in data.values()):
-        raise HostError(
-            "prompts must be text, since they are told apart by their tokens, got images, video or "
-            "audio. Choose sample_mean."
-        )
+        raise refused("nemo_rl, images", "images, video or audio")
 
 
 def _coefficients(agg: LossAggregation, data: Any, size: int) -> Tensor:

@@ -28,24 +28,20 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
-from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.frameworks import (
-    Setting,
-    check_settings,
-    print_first_lines,
-    read_aggregation,
-    required_release,
-)
+from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import Setting, check_settings, refused
 from megatron_loss_agg.launch.flags import VARIABLE
 
-with required_release("SkyRL", "0.2.0"):
+with required_release("SkyRL", "skyrl", "0.2.0"):
     from skyrl.train.config import SkyRLTrainConfig
-    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.entrypoints import main_base
     from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
     from skyrl.train.trainer import RayPPOTrainer
     from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
-    # Overridden below.
+    # Overridden or called below.
+    attrgetter("BasePPOExp.get_trainer", "main")(main_base)
     attrgetter(
         "postprocess_generator_output", "convert_to_training_input", "_normalize_advantages"
     )(RayPPOTrainer)
@@ -56,6 +52,7 @@ python -m skyrl.train.entrypoints.main_base trainer.algorithm.use_kl_loss=false 
     trainer.override_entrypoint=megatron_loss_agg.frameworks.skyrl ...
 """
 
+UNITS = {"prompt", "rollout"}
 PROPORTIONAL = frozenset(
     {
         "regular",
@@ -69,30 +66,6 @@ PROPORTIONAL = frozenset(
     }
 )
 """SkyRL's policy losses that are proportional to the advantage, where its sign stays."""
-
-SKYRL_SETTINGS = (
-    Setting(
-        "trainer.algorithm.loss_reduction",
-        "token_mean, since the aggregation replaces its factors",
-        ("token_mean",),
-    ),
-    Setting(
-        "trainer.critic.model.path", "unset, since the loss of a critic does not use advantages"
-    ),
-    Setting(
-        "trainer.policy.megatron_config.transformer_config_kwargs.calculate_per_token_loss",
-        "off, since SkyRL expects Megatron to average losses",
-    ),
-)
-KL_AND_ENTROPY = tuple(
-    Setting(
-        name,
-        "false, since that loss is a mean over micro-batches",
-        remedy="Set it to false; or apply patches/skyrl/0.4.0.patch, and set "
-        "trainer.algorithm.reduce_kl_and_entropy=true.",
-    )
-    for name in ("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_entropy_loss")
-)
 
 Boundaries = list[tuple[int, int]]
 """The first sample of each mini-batch, and its last plus one."""
@@ -118,10 +91,10 @@ class ExactLoss:
             HostError: a setting of SkyRL's that the weights do not follow.
             OptionError: the aggregation needs more than SkyRL's samples have.
         """
-        agg = read_aggregation("SkyRL", {"prompt", "rollout"})
+        agg = read_aggregation("SkyRL", UNITS)
         if agg is not None:
             _check_rejected(agg, cfg)
-            check_settings(cfg, *SKYRL_SETTINGS, *_loss_settings(cfg, cls.proportional_losses))
+            check_settings(cfg, *REFUSED["skyrl"], *_loss_settings(cfg, cls.proportional_losses))
         return agg
 
     def postprocess_generator_output(
@@ -129,12 +102,13 @@ class ExactLoss:
     ) -> Any:
         """SkyRL's output, with the loss masks from before its filter of prompts of equal rewards."""
         masks = generator_output["loss_masks"]
-        output, uids = super().postprocess_generator_output(  # type: ignore[misc]
+        result = super().postprocess_generator_output(  # type: ignore[misc]
             generator_output, uids, *args, **kwargs
         )
         if self.aggregation is not None and self.aggregation.rejected:
+            output, _ = result
             output["unfiltered_loss_masks"] = masks
-        return output, uids
+        return result
 
     def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
         """SkyRL's batch, with ids of its samples as columns: the training loop removes the uids."""
@@ -157,12 +131,12 @@ class ExactLoss:
         return data
 
     def _normalize_advantages(
-        self, data: Any, mini_batch_boundaries: Boundaries, *args: Any
+        self, data: Any, mini_batch_boundaries: Boundaries, *args: Any, **kwargs: Any
     ) -> Any:
         """SkyRL's token mean, times ``M * c_s`` of each sample."""
         masks = data["loss_mask"]
         data = super()._normalize_advantages(  # type: ignore[misc]
-            data, mini_batch_boundaries, *args
+            data, mini_batch_boundaries, *args, **kwargs
         )
         if self.aggregation is None:
             return data
@@ -189,10 +163,7 @@ def _factors(plan: StepPlan, masks: Tensor) -> Tensor:
     """``M * c_s`` of each sample of a mini-batch, fp64 [samples, 1]."""
     coefficients = plan.coefficients(0)
     if bool((coefficients < 0).any()):
-        raise OptionError(
-            "coefficients that scale advantages must be >= 0, got negative ones, which would flip "
-            "signs. Change the aggregation function (--loss-aggregation-function)."
-        )
+        raise refused("skyrl, signs", "negative ones, which would flip signs")
     denominator = masks.sum().clamp(min=1)  # as in SkyRL's token_mean
     return (coefficients * denominator).unsqueeze(-1)
 
@@ -202,16 +173,10 @@ def _check_rejected(agg: LossAggregation, cfg: Any) -> None:
     if not agg.rejected:
         return
     if not cfg.trainer.algorithm.zero_variance_filter:
-        raise OptionError(
-            "--loss-aggregation-rejected needs samples that "
-            "trainer.algorithm.zero_variance_filter=true rejects, got false. Remove it, or set the "
-            "filter."
-        )
+        raise refused("skyrl, filter", "false")
     if cfg.generator.merge_stepwise_output:
-        raise OptionError(
-            "--loss-aggregation-rejected needs the loss masks of samples before they are filtered, "
-            "got generator.merge_stepwise_output=true, which changes both at once. Remove one."
-        )
+        got = "generator.merge_stepwise_output=true, which changes both at once"
+        raise refused("skyrl, merged", got)
 
 
 def _loss_settings(cfg: Any, proportional_losses: frozenset[str]) -> tuple[Setting, ...]:
@@ -224,7 +189,7 @@ def _loss_settings(cfg: Any, proportional_losses: frozenset[str]) -> tuple[Setti
     )
     if getattr(cfg.trainer.algorithm, "reduce_kl_and_entropy", False):
         return (policy_loss,)
-    return policy_loss, *KL_AND_ENTROPY
+    return policy_loss, *REFUSED["skyrl, KL and entropy"]
 
 
 class ExactTrainer(ExactLoss, RayPPOTrainer):
@@ -235,7 +200,7 @@ class ExactAsyncTrainer(ExactLoss, FullyAsyncRayPPOTrainer):
     """SkyRL's fully asynchronous trainer."""
 
 
-class Experiment(BasePPOExp):
+class Experiment(main_base.BasePPOExp):
     """SkyRL's experiment, with one of the trainers above."""
 
     def get_trainer(self, cfg: Any, *args: Any, **kwargs: Any) -> ExactLoss:
@@ -248,15 +213,18 @@ def run(cfg: Any) -> None:
     Experiment(cfg).run()
 
 
-def main() -> None:
+def main() -> Any:
     """Start SkyRL; its own entry point calls this function instead of starting.
 
     Ray does not hand the environment of this process on, so the trainer's process gets the variable.
     """
     overrides = [x for x in sys.argv[1:] if not x.startswith("trainer.override_entrypoint=")]
+    if read_aggregation("SkyRL", UNITS) is None:
+        sys.argv[1:] = overrides
+        return main_base.main()
     cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
     validate_cfg(cfg)
     ExactTrainer.checked_aggregation(cfg)
     initialize_ray(cfg)
-    environment = {"env_vars": {VARIABLE: os.environ.get(VARIABLE, "")}}
-    ray.get(ray.remote(num_cpus=1, runtime_env=environment)(run).remote(cfg))
+    environment = {"env_vars": {VARIABLE: os.environ[VARIABLE]}}
+    return ray.get(ray.remote(num_cpus=1, runtime_env=environment)(run).remote(cfg))

@@ -28,14 +28,9 @@ from megatron.core import mpu
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
-from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import (
-    Setting,
-    check_settings,
-    print_first_lines,
-    read_aggregation,
-    required_release,
-)
+from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
 SETTINGS = """\
 --rollout-data-postprocess-path megatron_loss_agg.frameworks.slime.postprocess
@@ -44,20 +39,8 @@ SETTINGS = """\
 OLDEST = "commit 7405851 (25 May 2026)"
 PATCH_HINT = "apply patches/slime/624b824.patch to slime"
 SHIPPED_KEYS = "rollout_mask_sums", "rollout_ids", "micro_batch_indices"
-DIVIDED = "off, since losses are then not divided by rollout_mask_sums"
-SLIME_SETTINGS = (
-    Setting("--calculate-per-token-loss", DIVIDED),
-    Setting("--custom-pg-loss-reducer-function-path", DIVIDED),
-    Setting("--multi-lora", DIVIDED),
-    Setting(
-        "--loss-type",
-        "policy_loss, value_loss or sft_loss, whose sums are known",
-        ("policy_loss", "value_loss", "sft_loss"),
-    ),
-)
-"""Settings of slime and miles under which their losses are divided by the denominators."""
 
-with required_release("slime", OLDEST):
+with required_release("slime", "slime", OLDEST):
     if find_spec("slime"):  # not where miles alone is installed
         importlib.import_module("slime.utils.dp_schedule")
 
@@ -87,22 +70,16 @@ def replace_denominators(
         upgrade_hint: a sentence for errors: the version that passes ``data``.
         patch_hint: a clause for errors: how to make it ship prompts and removed samples.
     """
-    agg = read_aggregation(framework, {"microbatch", "prompt", "rollout"})
+    agg = read_aggregation(framework, {"microbatch", "prompt", "rollout"}, on_all_ranks=True)
     if agg is None:
         return
     if data is None:
-        raise HostError(
-            f"{framework} must hand its data to --rollout-data-postprocess-path, got its arguments "
-            f"alone. {upgrade_hint}"
-        )
-    check_settings(args, *SLIME_SETTINGS)
+        raise refused("slime, data", "its arguments alone", framework=framework, hint=upgrade_hint)
+    check_settings(args, *REFUSED["slime"])
     _check_critic(args, framework, patch_hint)
     if missing := [key for key in SHIPPED_KEYS if key not in data]:
-        raise HostError(
-            f"samples must come with {', '.join(SHIPPED_KEYS)}, got none of {', '.join(missing)}. Use "
-            f"slime of {OLDEST} or later, make --custom-convert-samples-to-train-data-path add them, "
-            "or let the rollout manager of miles split the data."
-        )
+        keys, got = ", ".join(SHIPPED_KEYS), f"none of {', '.join(missing)}"
+        raise refused("slime, keys", got, keys=keys, oldest=OLDEST)
     masks = data["loss_masks"]
     mask_sums = torch.stack([mask.sum() for mask in masks]).tolist()
     removed = _removed_samples(data, patch_hint) if agg.rejected else None
@@ -164,20 +141,14 @@ def _check_critic(args: Namespace, framework: str, patch_hint: str) -> None:
     train_critic = actor.MegatronTrainRayActor.train_critic
     code = getattr(train_critic, "__wrapped__", train_critic).__code__
     if "rollout_data_postprocess" not in code.co_names:
-        raise HostError(
-            f"{framework} must call --rollout-data-postprocess-path for its critic, got one that "
-            "calls it for the actor alone. Choose another --advantage-estimator than ppo, or "
-            f"{patch_hint}."
-        )
+        got = "one that calls it for the actor alone"
+        raise refused("slime, critic", got, framework=framework, hint=patch_hint)
 
 
 def _removed_samples(data: dict[str, Any], patch_hint: str) -> list[bool]:
     """True for each sample that was removed."""
     if "remove_samples" not in data:
-        raise HostError(
-            "--loss-aggregation-rejected needs samples that say whether they were removed, got "
-            f"masks alone. Remove it, or {patch_hint}."
-        )
+        raise refused("slime, removed samples", "masks alone", hint=patch_hint)
     removed: list[bool] = data["remove_samples"]
     return removed
 
@@ -188,10 +159,7 @@ def _prompts_by_index(
     """Each sample's prompt, by the numbers of the framework's data source; samples per prompt."""
     source = args.data_source_path
     if not source.startswith(f"{framework}.rollout.data_source.") or "sample_indices" not in data:
-        raise HostError(
-            "samples must be numbered by the framework's own --data-source-path to know prompts, "
-            f"got {source}. Choose a mode without prompts, or {patch_hint}."
-        )
+        raise refused("slime, numbered samples", source, hint=patch_hint)
     per_prompt = args.n_samples_per_prompt
     # The plan refuses an index of another type, on all ranks.
     indices = data["sample_indices"]
@@ -205,20 +173,13 @@ def _check_groups(
     assert plan.samples is not None
     rollouts = len(plan.samples.groups("rollout").ids_G)
     if rollouts != num_rollouts:
-        raise HostError(
-            f"the ranks of a step must have its {num_rollouts} rollouts, got {rollouts}. Leave "
-            "rollout_ids and the split of the data as they are."
-        )
+        raise refused("slime, rollouts", rollouts, rollouts=num_rollouts)
     if per_prompt is None:
         return
     prompts = len(plan.samples.groups("prompt").ids_G)
     if prompts * per_prompt != num_rollouts:
-        raise HostError(
-            f"sample_indices must number {per_prompt} rollouts for each prompt "
-            f"(--n-samples-per-prompt) in a step of {num_rollouts}, got {prompts} prompts. Choose a "
-            "--global-batch-size of whole prompts, keep Sample.index as the data source numbers it, "
-            f"or {patch_hint}."
-        )
+        words = {"per_prompt": per_prompt, "rollouts": num_rollouts, "hint": patch_hint}
+        raise refused("slime, prompts", f"{prompts} prompts", **words)
 
 
 def _check_smallest(args: Namespace, denominators: Tensor, group: dist.ProcessGroup) -> None:
@@ -226,10 +187,7 @@ def _check_smallest(args: Namespace, denominators: Tensor, group: dist.ProcessGr
     smallest = denominators.min()
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     if smallest < 0:
-        raise OptionError(
-            "coefficients must be >= 0 in slime and miles, got negative ones. Change the "
-            "aggregation function (--loss-aggregation-function)."
-        )
+        raise refused("slime, signs", "negative ones")
     corrects = args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics)
     mask_users = {
         "--custom-tis-function-path": corrects,
@@ -238,8 +196,4 @@ def _check_smallest(args: Namespace, denominators: Tensor, group: dist.ProcessGr
     }
     user = next((flag for flag, is_on in mask_users.items() if is_on), None)
     if smallest < 1 and user:
-        raise HostError(
-            f"denominators must be at least 1 with {user}, which uses the masks in its own way, got "
-            f"{smallest.item():.3g}. Remove {user}, or choose another mode or divisor "
-            "(--loss-aggregation)."
-        )
+        raise refused("slime, masks", f"{smallest.item():.3g}", flag=user)

@@ -31,25 +31,25 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.errors import DataError, HostError
 from megatron_loss_agg.frameworks import (
-    Setting,
     aggregation_from_environment,
     check_aggregation,
-    check_settings,
     print_first_lines,
     print_inactive,
     required_release,
+    same_on_all_ranks,
 )
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
-with required_release("verl", "0.9.0"):
+with required_release("verl", "verl", "0.9.0"):
     from verl.utils import device
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import AggregationType, Metric
     from verl.workers.engine import EngineRegistry
 
     if "vendor" not in inspect.signature(EngineRegistry.register).parameters:
-        raise ImportError("engines are registered without a vendor")
+        raise ImportError("engines are registered without a vendor", name="verl")
 
 SETTINGS = """\
 +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=megatron_loss_agg.frameworks.verl
@@ -61,12 +61,6 @@ COEFFICIENTS = "loss_coefficients"
 """The column of a batch with ``c_s`` of each row."""
 PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """The uids of rows that verl adds so that all ranks have equally many."""
-TOKEN_MEAN = Setting(
-    "loss_agg_mode",
-    "token-mean, since another would weigh rows a second time",
-    ("token-mean", None),  # losses without the setting are sums over tokens
-    "Set loss_agg_mode=token-mean, and choose the mode by MEGATRON_LOSS_AGG_FLAGS.",
-)
 OTHER_POLICY_LOSSES = {
     "sapo": "always is a mean over samples",
     "geo_mean": "has a mean of its own",
@@ -98,10 +92,7 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
     rank alone: no sample is counted twice.
     """
     if "response_mask" not in data:
-        raise HostError(
-            "verl's batch must have a response_mask, got none, as in SFT. Unset "
-            "MEGATRON_LOSS_AGG_FLAGS, or train by main_ppo."
-        )
+        raise refused("verl, SFT", "none, as in SFT")
     prompts = sessions = padding = None
     if "uid" in data:
         prompts = [str(uid) for uid in tu.get(data, "uid")]
@@ -113,10 +104,7 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
             f"{uid}_{x}" for uid, x in zip(prompts, tu.get(data, "session_id"), strict=True)
         ]
     if "rollout" in agg.by_id and sessions is None:
-        raise DataError(
-            f"{agg.label} needs the column session_id, which only verl's v1 trainer writes, got "
-            "none. Choose sample instead of rollout, since each row is a rollout of its own."
-        )
+        raise refused("verl, sessions", "none", label=agg.label)
     return StepPlan.from_mask_sums(
         agg,
         data["response_mask"].bool().sum(-1),
@@ -130,17 +118,19 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
 def check_loss_config(loss_function: LossFunction) -> None:
     """Raise HostError if a loss is no token mean by verl's configuration."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    check_settings(config, TOKEN_MEAN)
+    check_settings(config, *REFUSED["verl"])
     name = getattr(getattr(config, "policy_loss", None), "loss_mode", "vanilla")
     if name in OTHER_POLICY_LOSSES:
-        raise HostError(
-            f"policy_loss.loss_mode must be a token mean, got {name}, which "
-            f"{OTHER_POLICY_LOSSES[name]}. Choose another, such as vanilla or gspo."
-        )
+        raise refused("verl, policy loss", f"{name}, which {OTHER_POLICY_LOSSES[name]}")
 
 
 class WeightedSums(TorchFunctionMode):
     """Multiplies rows by weights wherever a matrix [rows, tokens] with a gradient is summed up.
+
+    Only for what is reported, and for `check_loss`; gradients take their weights from `weigh_rows`.
+    No registry of verl's reaches these sums: its losses take `agg_loss` by name from their module,
+    and get masks of booleans; the registered functions are of the policy alone, without KL, entropy,
+    value and distillation; and a call for each row would draw other tokens in ``kl_cov``.
 
     A sum without a gradient is no loss, but a statistic, such as a mean of importance weights.
     """
@@ -196,10 +186,7 @@ def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
         with WeightedSums(row_weights):
             loss, _ = call(model_output=model_output)
         if loss != 0:
-            raise HostError(
-                "verl's loss must be a sum that agg_loss divides by batch_num_tokens, got another. "
-                "Give config.global_batch_info to agg_loss in a policy loss of your own."
-            )
+            raise refused("verl, own loss", "another")
     if advantages is not None:
         data["advantages"] = advantages
 
@@ -226,7 +213,7 @@ class AggregatingEngine:
     is_first_step = True
 
     def train_batch(self: Any, data: Any, loss_function: LossFunction) -> Any:
-        agg = aggregation()
+        agg = same_on_all_ranks(aggregation) if self.is_first_step else aggregation()
         if agg is not None:
             check_loss_config(loss_function)
             plan = step_plan(agg, data, self.get_data_parallel_group())
@@ -242,23 +229,18 @@ class AggregatingEngine:
         self, data: Any, loss_function: LossFunction, forward_only: bool = False
     ) -> Any:
         if not forward_only and COEFFICIENTS not in data and aggregation() is not None:
-            raise HostError(
-                "An optimizer step must be one train_batch, got a forward_backward of its own, as "
-                "by Tinker's worker. Unset MEGATRON_LOSS_AGG_FLAGS, or use TrainingWorker."
-            )
+            raise refused("verl, calls", "a forward_backward of its own, as by Tinker's worker")
         return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
 
     def postprocess_micro_batch_func(
         self: Any, output: Any, data: Any, forward_only: bool, loss_function: Any, **more: Any
     ) -> Any:
-        is_weighed = COEFFICIENTS in data and not forward_only
-        if is_weighed:
-            loss_function = partial(weighed_loss, loss_function, self.is_first_step)
-        result = super().postprocess_micro_batch_func(  # type: ignore[misc]
-            output, data, forward_only, loss_function, **more
-        )
-        has_floored_tokens = len(result) == 3 and not self.engine_config.dynamic_context_parallel
-        if is_weighed and has_floored_tokens:
+        post = super().postprocess_micro_batch_func  # type: ignore[misc]
+        if forward_only or COEFFICIENTS not in data:
+            return post(output, data, forward_only, loss_function, **more)
+        weighed = partial(weighed_loss, loss_function, self.is_first_step)
+        result = post(output, data, forward_only, weighed, **more)
+        if len(result) == 3 and not self.engine_config.dynamic_context_parallel:
             loss, tokens, report = result
             return loss, self.with_missing_tokens(tokens, data), report
         return result
@@ -281,10 +263,7 @@ class RefusingEngine:
 
     def initialize(self: Any) -> None:
         if aggregation() and not self.engine_config.forward_only:
-            raise HostError(
-                f"The engine must be Megatron's, got {type(self).__name__}. Set "
-                "model_engine=megatron, or unset MEGATRON_LOSS_AGG_FLAGS."
-            )
+            raise refused("verl, engine", type(self).__name__)
         super().initialize()  # type: ignore[misc]
 
 

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ import torch
 
 from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import units_by_id
-from megatron_loss_agg.describe import aggregation_in_words, formula, number_of, terms_in_words
+from megatron_loss_agg.describe import formula, number_of, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
@@ -31,14 +31,17 @@ Check = Callable[[], Result | None]
 
 
 def main(
-    argv: Sequence[str], adapter_lines: Callable[[str], str], frameworks: Sequence[str]
+    argv: Sequence[str],
+    examine: Callable[[str, str | None], Result],
+    frameworks: Mapping[str, bool],
 ) -> int:
     """Print one finding per line; return 1 if any of them is FAIL, else 0.
 
     Args:
-        adapter_lines: name of a framework -> the lines that select its adapter; raises an error if
-            the installed framework does not have its extension point.
-        frameworks: the names of all frameworks with an adapter.
+        examine: (name of a framework, file that starts it or None) -> the finding on its adapter;
+            raises an error if the installed framework does not have its extension point.
+        frameworks: for the name of each framework with an adapter, whether the adapter works in a
+            process that needs no Megatron.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     script_flags = argv[end + 1 :] if end < len(argv) else None
@@ -46,7 +49,7 @@ def main(
         script_flags = script_flags[1:]
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
-        usage="%(prog)s [-h] [--framework NAME] [-- FLAG ...]",
+        usage="%(prog)s [-h] [--framework NAME [FILE]] [-- FLAG ...]",
         description="Check whether the plugin works here: one line per finding, and exit code 1 if "
         "any is FAIL. The flags of a launch script, given after --, are checked too.",
         allow_abbrev=False,
@@ -57,7 +60,15 @@ def main(
         metavar="NAME",
         help=f"check the adapter of {', '.join(frameworks)}, and print the lines that select it",
     )
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="the script or the settings that start the framework: would they load the adapter?",
+    )
     args = parser.parse_args(argv[:end])
+    if args.file and not args.framework:
+        parser.error("FILE needs --framework NAME; flags of a launch script stand after --")
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first, and may have Megatron or modules.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
@@ -67,7 +78,10 @@ def main(
     with contextlib.redirect_stdout(sys.stderr):
         checks = _checks(script_flags)
         if args.framework is not None:
-            checks[args.framework] = partial(_check_framework, args.framework, adapter_lines)
+            checks[args.framework] = partial(_check_framework, args.framework, args.file, examine)
+            if frameworks[args.framework] and "launcher" not in checks:  # no Megatron here
+                text = f"not here; the adapter of {args.framework} works in a process without it"
+                checks["megatron-core"] = lambda: ("OK", text)
         results = {name: _result_of(check) for name, check in checks.items()}
     findings = {name: result for name, result in results.items() if result is not None}
     for name, (level, text) in findings.items():
@@ -187,20 +201,15 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Result:
     return "OK", f"{loss}; no other flag conflicts with it{needs}"
 
 
-def _check_framework(name: str, adapter_lines: Callable[[str], str]) -> Result:
-    """The extension point of a framework's adapter; with it, the lines to set."""
-    agg = flags.aggregation_from(argparse.Namespace(**flags.environment_flags()))
+def _check_framework(
+    name: str, launch_file: str | None, examine: Callable[[str, str | None], Result]
+) -> Result:
     try:
-        settings = adapter_lines(name)
+        return examine(name, launch_file)
     except AggregationError:
         raise
     except Exception as error:  # whatever the framework's import raises
         return "FAIL", f"{_one_line(error)}. Install {name} whole, or another version."
-    here = "is not set" if agg is None else f"asks for {aggregation_in_words(agg)}"
-    return "OK", (
-        f"has the extension point of the adapter; {flags.VARIABLE} {here} here. Set, with the mode "
-        f"that you want,\n{settings}"
-    )
 
 
 def _imported(name: str) -> ModuleType | Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -264,7 +265,13 @@ def process_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 def environment_flags() -> dict[str, Any]:
     """The flags in `VARIABLE`, by the parser's names; it may hold nothing else."""
-    values, others = parse_flags(shlex.split(os.environ.get(VARIABLE, "")))
+    words = shlex.split(os.environ.get(VARIABLE, ""))
+    if quoted := [word for word in words if re.match(rf"{FLAG}[\w-]* ", word)]:
+        raise OptionError(
+            f"{VARIABLE} must hold flags that are not quoted as a whole, got {quoted[0]!r} as one "
+            f"word. Remove the inner quotes: {VARIABLE}='{quoted[0]}'."
+        )
+    values, others = parse_flags(words)
     if others:
         raise OptionError(
             f"{VARIABLE} must hold {FLAG} MODE and flags {FLAG}-... only, got "

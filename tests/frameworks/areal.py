@@ -30,10 +30,12 @@ from tests.frameworks.harness import (
     attempt,
     grpo,
     gspo,
+    is_passed_on,
     use_framework,
 )
 from tests.frameworks.report import (
     MODES,
+    ON_ONE_RANK,
     STEPS,
     Answer,
     LogProbs,
@@ -285,6 +287,7 @@ RUNS: Runs = {
         for backend in ("fsdp", "archon")
         for model in ("actor", "critic", "SFT")
     },
+    **ON_ONE_RANK,
 }
 # AReaL's critic has no context parallelism.
 CRITIC_OWN: Runs = {"token_mean, critic": stock(value_loss, "token_mean", **CRITIC)}
@@ -336,13 +339,34 @@ def _class_problems(checkout: str) -> list[str]:
         path = f"{worker_class.__module__}.{worker_class.__name__}"  # as its controllers write it
         if import_from_string(path) is not expected:
             problems.append(f"workers of the {model} get {path}")
+    os.environ[VARIABLE] = ""
+    problems += _calls_without_the_variable(adapter)
     engine = object.__new__(adapter.AggregatedLMEngine)
     refusals = {
         "another loss": (engine.train_batch, {}, torch.sum, torch.sum),
         "no variable": (adapter._aggregation, None, True),
     }
-    os.environ[VARIABLE] = ""
     for name, (call, *args) in refusals.items():
         if not str(attempt(call, *args, errors=HostError)).startswith("HostError:"):
             problems.append(f"{name} is not refused")
     return problems
+
+
+def _calls_without_the_variable(adapter: Any) -> list[str]:
+    """Methods of AReaL's trainers that do not get the same objects without the variable."""
+    from areal import PPOTrainer, SFTTrainer
+
+    config, alloc = object(), object()
+    ppo, sft = object.__new__(adapter.PPOTrainer), object.__new__(adapter.SFTTrainer)
+    ppo.scheduler, ppo.config = None, SimpleNamespace(actor=config)
+    sft.scheduler, sft.actor_alloc = None, alloc
+    calls = {
+        "_create_train_engine": (PPOTrainer, ppo, config, alloc),
+        "_create_critic": (PPOTrainer, ppo, config, alloc),
+        "_create_actor": (SFTTrainer, sft, config),
+    }
+    return [
+        f"{name} does not get the same objects"
+        for name, (owner, trainer, *args) in calls.items()
+        if not is_passed_on(owner, name, getattr(trainer, name), *args)
+    ]

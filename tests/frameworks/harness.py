@@ -7,6 +7,10 @@ alone. A framework's own module has its batch, its stand-ins and its entry point
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import json
 import os
 import re
 import shutil
@@ -89,10 +93,53 @@ def attempt(
         return f"{type(error).__name__}: {error}"
 
 
+def is_passed_on(owner: Any, name: str, call: Callable[..., Any], *args: Any, **more: Any) -> bool:
+    """True if ``call`` hands the same objects to the framework's function, and returns its result.
+
+    Args:
+        owner: the class or module with the framework's function ``name``.
+    """
+    calls, result = [], object()
+
+    def stock(*given: Any, **named: Any) -> object:
+        calls.append((given, named))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, stock)
+        returned = call(*args, **more)
+    ((given, named),) = calls
+    given = given[len(given) - len(args) :]  # without self
+    same = len(given) == len(args) and all(x is y for x, y in zip(given, args, strict=True))
+    return same and returned is result and named == more
+
+
 def use_framework(standins: str, folder: str) -> None:
     """Let this process import a framework from the folder, and stand-ins as `use_peers`."""
     use_peers(standins)
     sys.path.insert(1, folder)
+
+
+def finding_without_megatron(
+    standins: str, folder: str, name: str, **versions: str
+) -> tuple[str, str]:
+    """doctor's worst finding in a process that has the framework, and no Megatron.
+
+    Args:
+        versions: of stand-ins.
+    """
+    from megatron_loss_agg.__main__ import main
+
+    use_framework(standins, folder)
+    for module, version in versions.items():
+        importlib.import_module(module).__version__ = version
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # so importing it fails
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main(["doctor", "--json", "--framework", name])
+    findings = json.loads(printed.getvalue())["findings"]
+    order = ("FAIL", "WARN", "OK")
+    worst = min(findings, key=lambda finding: order.index(finding["level"]))
+    return worst["level"], f"{worst['check']}: {worst['text']}"
 
 
 def ignore_padding_masks() -> None:

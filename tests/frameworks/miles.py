@@ -5,6 +5,7 @@ miles is a fork of slime: see `slime`, whose batch, runs and stand-ins these are
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from contextlib import nullcontext
@@ -14,9 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests.frameworks import slime
 from tests.frameworks.harness import use_framework
-from tests.frameworks.report import LogProbs, Report, Runs, Step
+from tests.frameworks.report import ON_ONE_RANK, STEPS, LogProbs, Report, Runs, Step
+from tests.host.harness import run_host_ranks
 
 STANDINS = f"""
     {slime.STANDINS} huggingface_hub safetensors polars uvicorn fastapi aiohttp datasets tokenizers
@@ -155,6 +158,7 @@ RUNS_WITH_SEAM: Runs = {
     **slime.RUNS,
     **slime.REFUSED,
     **slime.WITHOUT_SEAM,
+    **ON_ONE_RANK,
 }
 
 
@@ -171,4 +175,37 @@ def report(without: str, patched: str) -> Any:
         references={},
     )
     slime.compared(seam, "with the seam")
-    return found.rows, found.failures
+    (problems,) = run_host_ranks(_conversion_problems, 1, without)
+    return found.rows, found.failures + problems
+
+
+def _conversion_problems(root: str) -> list[str]:
+    """Parts of the training data that miles does not make as without our flag, if it is off.
+
+    Its metadata say the steps of multi-LoRA, and the batch size where that is dynamic.
+    """
+    use(root)
+    adapt()
+    from miles.ray.rollout import train_data_conversion as conversion
+    from miles.utils.misc import load_function
+    from miles.utils.types import Sample
+
+    os.environ[VARIABLE] = ""
+    zeros = [LogProbs(*([torch.zeros(len(a.mask)) for a in step],) * 2) for step in STEPS]
+    samples = slime.samples(Sample, zeros)
+    for sample in samples:
+        sample.adapter = Namespace(slot=0)
+        sample.metadata = {"adapter_global_batch_size": 6}
+    metadata = {
+        "step_slots": [0, 1],
+        "step_adapter_names": ["first", "second"],
+        "prompt_group_sizes": [len(samples)],
+        "dynamic_global_batch_size": 6,
+    }
+    args = Namespace(**{**ARGS, "use_dynamic_global_batch_size": True})
+    stock, ours = (
+        conversion.convert_samples_to_train_data(args, samples, metadata, convert, None)
+        for convert in (None, load_function(slime.adapted[CONVERT]))
+    )
+    assert stock["step_slots"] == [0, 1] and stock["step_adapter_batch_sizes"] == {0: 6}
+    return [f"{name} differs" for name in stock if stock[name] != ours.get(name)]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ from tests.frameworks.harness import (  # noqa: E402
     Terms,
     attempt,
     ignore_padding_masks,
+    is_passed_on,
     token_values,
 )
 from tests.host.reference import Reference, of_samples  # noqa: E402
@@ -136,15 +139,21 @@ def save_models(folder: Path) -> None:
 
 
 def train(
-    command: str, arguments: list[str], environment: dict[str, str], worker: bool
+    command: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    worker: bool,
+    flagged_rank: int | None = None,
 ) -> str | None:
     """One rank of ``megatron command``, as its launcher starts it; its error.
 
     Args:
         worker: as in a worker of a data loader.
+        flagged_rank: the only rank with the environment; None if all have it.
     """
     torch.utils.data._utils.worker._worker_info = object() if worker else None
-    os.environ.update(environment)
+    if flagged_rank in (None, int(os.environ["RANK"])):
+        os.environ.update(environment)
     script = Path(*_megatron.__path__, f"{command}.py")
     sys.argv = [str(script), *arguments]
     run_script = functools.partial(runpy.run_path, run_name="__main__")
@@ -154,6 +163,26 @@ def train(
 
 def settings() -> str:
     return importlib.import_module(ADAPTER).SETTINGS
+
+
+def passed_on() -> tuple[bool, str]:
+    """Whether ms-swift's function gets the trainer itself without the variable; and the output."""
+    os.environ[VARIABLE] = ""
+    plugin = importlib.import_module(f"{ADAPTER}.plugin")
+    trainer = object()
+    with redirect_stdout(io.StringIO()) as printed:
+        same = is_passed_on(plugin, "stock_prepare_model", plugin.prepare_model, trainer)
+    return same, printed.getvalue()
+
+
+def examine(missing: str) -> tuple[tuple[str, str], str]:
+    """The findings on this ms-swift, and on one whose arguments lack the name."""
+    from megatron_loss_agg.frameworks.installation import examined
+
+    tried = examined("ms_swift")
+    del sys.modules[ADAPTER]
+    delattr(importlib.import_module("swift.megatron.arguments").MegatronArguments, missing)
+    return tried, attempt(examined, "ms_swift", errors=AggregationError)
 
 
 def import_adapter() -> str:

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron_loss_agg.errors import HostError
 from megatron_loss_agg.launch.flags import VARIABLE
+from tests.distributed import run_ranks
 from tests.frameworks.harness import (
     CLIP,
     FP32,
@@ -28,6 +29,7 @@ from tests.frameworks.harness import (
     KeepGradients,
     Terms,
     attempt,
+    finding_without_megatron,
     grpo,
     gspo,
     use_framework,
@@ -354,7 +356,14 @@ def report(*checkouts: str) -> Any:
             holds = gradient < FP32 and metrics < METRICS
             further.check(holds, f"{place}: token_mean with {name} is {gradient:.1e} from stock's")
     (problems,) = run_host_ranks(_driver_problems, 1, checkouts[1])
+    ((level, text),) = run_ranks(_driver_finding, 1, checkouts[1])
+    if level == "FAIL":
+        problems.append(f"doctor in a driver without Megatron: {text}")
     return found.rows + further.rows, found.failures + further.failures + problems
+
+
+def _driver_finding(checkout: str) -> tuple[str, str]:
+    return finding_without_megatron(STANDINS, checkout, "nemo_rl", transformers="5.0")
 
 
 def _driver_problems(checkout: str) -> list[str]:
@@ -384,6 +393,11 @@ def _driver_problems(checkout: str) -> list[str]:
     }.items():
         if not str(attempt(call, errors=HostError)).startswith("HostError:"):
             problems.append(f"{name} is not refused")
+    os.environ[VARIABLE] = ""
+    policy = SimpleNamespace(train=print)
+    if adapter.aggregate_losses(policy) is not policy or vars(policy) != {"train": print}:
+        problems.append("the policy changes without the variable")
+    os.environ[VARIABLE] = flags("prompt_mean")
     aggregated().train(data, loss, eval_mode=True, gbs=ROWS)
     ((sent_data, sent_loss),) = sent
     if sent_data is not data or sent_loss is not loss:

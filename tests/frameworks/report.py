@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.launch.flags import VARIABLE
@@ -144,6 +145,7 @@ class Run:
     weights: tuple[Weights, ...] = ()  # by step
     refusal: str = ""  # a pattern that its error must match from the start
     near: str = ""  # the stock run that it must differ from; or see `Report.near`
+    flagged_rank: int | None = None  # the only rank with the flags; None if all have them
 
 
 Runs = dict[str, Run]
@@ -219,6 +221,15 @@ def reweighed(run: Run, factor: Callable[[int], float]) -> Run:
     return replace(run, weights=tuple(changed))
 
 
+ON_ONE_RANK: Runs = {
+    "on one rank alone": Run(
+        flags("token_mean"),
+        refusal=r"OptionError: .* got none on rank\(s\) \[0",
+        flagged_rank=1,
+    )
+}
+"""Runs that would wait for ever: the other ranks would not count."""
+
 REFUSALS = (ValueError, NotImplementedError)
 """The errors with which a framework, or an adapter, refuses a run."""
 METRICS = 1e-5  # bound of a metric's error in fp32, in which terms cancel
@@ -275,8 +286,13 @@ class Report:
             changed = [replace(run, options={**run.options, **options}) for run in runs]
             sizes = {"cp": cp, **self.sizes}
             given = self.use, adapt, self.train, checkout, sizes, self.vocab, changed, log_probs
+            by_rank = run_host_ranks(_train, self.ranks, *given, timeout=300.0)
+            for steps, run in zip(zip(*by_rank, strict=True), runs, strict=True):
+                refused = [bool(re.match(run.refusal, str(x))) for x in steps]
+                alone = run.flagged_rank is None or all(refused)
+                self.check(alone, f"{place}, on rank {run.flagged_rank} alone: {steps!s:.500}")
             # The first rank's: after the reduction it is the same on all.
-            return run_host_ranks(_train, self.ranks, *given, timeout=300.0)[0]
+            return by_rank[0]
 
         stock_checkout, our_checkout = self.checkouts
         found = iter(trained(our_checkout, self.adapt, *self.own.values(), *self.runs.values()))
@@ -353,7 +369,8 @@ def _train(
     for run in runs:
         options = dict(run.options)
         configured = options.pop("configured", False)
-        os.environ[VARIABLE] = "" if configured else run.flags
+        has_flags = not configured and run.flagged_rank in (None, dist.get_rank())
+        os.environ[VARIABLE] = run.flags if has_flags else ""
         configuration = key(run.flags) if configured else {}
         given = partial(train, log_probs, configuration, **options)
         found.append(attempt(given, errors=REFUSALS))

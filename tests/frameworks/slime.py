@@ -22,6 +22,7 @@ from torch import Tensor
 from tests.frameworks.harness import CLIP, ENTROPY, KL, KeepGradients, Terms, use_framework
 from tests.frameworks.report import (
     MODES,
+    ON_ONE_RANK,
     ROLLOUTS,
     STEPS,
     Answer,
@@ -375,7 +376,7 @@ def compared(report: Report, *words: str) -> Report:
 
 
 def report(without: str, patched: str) -> Any:
-    runs = {**RUNS, **REFUSED, **WITHOUT_SEAM}
+    runs = {**RUNS, **REFUSED, **WITHOUT_SEAM, **ON_ONE_RANK}
     found = compared(Report(use, train, (without, without), OWN, runs, adapt=adapt))
     seam = replace(
         found, checkouts=(without, patched), own=OWN_WITH_SEAM, runs=RUNS_WITH_SEAM, references={}

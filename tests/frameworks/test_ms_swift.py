@@ -141,15 +141,18 @@ def train(
     plugin: bool = True,
     worker: bool = False,
     ranks: int = 2,
+    flagged_rank: int | None = None,
 ) -> Any:
     """The trained model, or the error; of stock ms-swift without ``flags``."""
     output = Path(mkdtemp(dir=INPUTS))
     given = arguments(output, {name: x for some in settings for name, x in some.items()})
     given += ["--external_plugins", str(PLUGIN)] if plugin else []
     environment = {} if flags is None else {VARIABLE: flags}
-    run = command, given, environment, worker
-    (error, *_) = on_ranks("train", ranks, *run, initialized=False)
-    return error or result(output)
+    run = command, given, environment, worker, flagged_rank
+    errors = on_ranks("train", ranks, *run, initialized=False)
+    if flagged_rank is not None:
+        return errors
+    return errors[0] or result(output)
 
 
 def result(output: Path) -> Trained:
@@ -272,6 +275,24 @@ def test_without_the_variable_or_in_a_worker_of_a_data_loader_nothing_changes() 
         assert after.logs["loss"] == before.logs["loss"]
         assert all(before.gradient[name].equal(g) for name, g in after.gradient.items())
         assert "sample_mean_loss" not in after.logs
+
+
+def test_without_the_variable_ms_swifts_function_gets_the_trainer_and_a_line_says_it() -> None:
+    ((same, printed),) = on_ranks("passed_on", 1)
+    assert same and printed.startswith("loss aggregation: none, since MEGATRON_LOSS_AGG_FLAGS")
+
+
+def test_the_variable_on_one_rank_alone_is_refused_on_all() -> None:
+    errors = train("sft", SAMPLE_MEAN, LAYOUTS["rows"], flagged_rank=1)
+    for error in errors:
+        assert error.startswith("OptionError: MEGATRON_LOSS_AGG_FLAGS must be set on all ranks")
+        assert "got none on rank(s) [0] of 2" in error
+
+
+def test_doctor_names_the_version_and_an_argument_that_is_not_there() -> None:
+    (((level, text), error),) = on_ranks("examine", 1, "cp_partition_mode")
+    assert level == "OK" and text.startswith("4.6.0, tried; ")
+    assert re.match(r"HostError: ms-swift must be 4.6.0 .*'cp_partition_mode'", error)
 
 
 def test_an_empty_step_can_be_skipped() -> None:

@@ -27,6 +27,7 @@ import torch
 from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.presets import PRESETS, presets_of
 from tests import oracle
+from tests.distributed import run_ranks
 from tests.frameworks import report
 from tests.frameworks.harness import (
     CLIP,
@@ -34,7 +35,9 @@ from tests.frameworks.harness import (
     KL,
     KeepGradients,
     attempt,
+    finding_without_megatron,
     ignore_padding_masks,
+    is_passed_on,
     page,
     patched_copy,
     run_tests,
@@ -500,6 +503,42 @@ def start() -> str:
     error = attempt(main_base.main, errors=ValueError)
     assert error.startswith("HostError") and len(started) == 1
     return str(adapter.SETTINGS)
+
+
+def passed_on() -> dict[str, bool]:
+    """For each function without the variable, whether SkyRL's gets the same objects."""
+    use(str(PEERS))
+    os.environ[VARIABLE] = ""
+    adapter = importlib.import_module(ADAPTER)
+    from skyrl.train.entrypoints import main_base
+    from skyrl.train.trainer import RayPPOTrainer
+
+    trainer = object.__new__(adapter.ExactTrainer)
+    trainer.aggregation = trainer.checked_aggregation(None)
+    output, uids = {"loss_masks": [[1]]}, ["a"]
+    sys.argv = ["main_base", f"trainer.override_entrypoint={ADAPTER}", *SHORTEST]
+    methods = {
+        "postprocess_generator_output": (output, uids),
+        "convert_to_training_input": (output, uids),
+        "_normalize_advantages": ({"loss_mask": torch.ones(1, 1)}, [(0, 1)], None),
+    }
+    found = {
+        name: is_passed_on(RayPPOTrainer, name, getattr(trainer, name), *args)
+        for name, args in methods.items()
+    }
+    found["main"] = is_passed_on(main_base, "main", adapter.main)
+    assert sys.argv == ["main_base", *SHORTEST]
+    return found
+
+
+def test_without_the_variable_skyrls_functions_get_the_same_objects() -> None:
+    (found,) = run_host_ranks(passed_on, 1)
+    assert all(found.values()), found
+
+
+def test_doctor_needs_no_megatron_where_skyrl_starts() -> None:
+    ((level, text),) = run_ranks(finding_without_megatron, 1, STANDINS, str(PEERS), "skyrl")
+    assert level != "FAIL", text
 
 
 def test_an_older_skyrl_is_refused_at_import() -> None:

@@ -144,6 +144,41 @@ def unchanged() -> list[bool]:
     return found
 
 
+def conversions() -> list[Any]:
+    from megatron_loss_agg.frameworks import miles
+
+    found = []
+    for variable in ("", flags("token_mean")):
+        os.environ[VARIABLE] = variable
+        found.append(callable(miles.convert))
+    return found
+
+
+def test_without_flags_miles_loads_no_conversion_and_takes_its_own() -> None:
+    assert run_host_ranks(conversions, 1) == [[False, True]]
+
+
+def on_one_rank() -> str:
+    variable = flags("token_mean") if dist.get_rank() else ""
+    return str(attempt(partial(postprocess, "slime", variable, shipped(dist.get_rank()))))
+
+
+def test_the_variable_on_one_rank_alone_is_refused_on_all() -> None:
+    for error in run_host_ranks(on_one_rank, 2):
+        assert re.match(r"OptionError: .* got none on rank\(s\) \[0\] of 2", error)
+
+
+def with_bad_flags_on_one_rank() -> str:
+    variable = flags("token_mean" if dist.get_rank() else "mean")
+    return str(attempt(partial(postprocess, "slime", variable, shipped(dist.get_rank()))))
+
+
+def test_bad_flags_on_one_rank_are_refused_on_all() -> None:
+    first, second = run_host_ranks(with_bad_flags_on_one_rank, 2)
+    assert first.startswith("OptionError: unknown mode 'mean'")
+    assert second.startswith("PeerError: rank(s) [0] of the group failed while reading MEGATRON")
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "HostError: .*--calculate-per-token-loss": {"calculate_per_token_loss": True},
     "HostError: .*--custom-pg-loss-reducer": {"custom_pg_loss_reducer_function_path": "some.f"},
@@ -230,7 +265,7 @@ def convert_errors() -> list[str]:
     for case in REFUSED_BY_CONVERT.values():
         options = {**ARGS, **case}
         os.environ[VARIABLE] = flags(options.pop("mode", "token_mean"))
-        found.append(attempt(miles.convert, Namespace(**options), []))
+        found.append(attempt(lambda args: miles.convert(args, []), Namespace(**options)))
     return found
 
 

@@ -46,12 +46,14 @@ from tests.frameworks.harness import (
     Terms,
     attempt,
     grpo,
+    is_passed_on,
     page,
     run_tests,
     use_framework,
 )
 from tests.frameworks.report import (
     MODES,
+    ON_ONE_RANK,
     LogProbs,
     Report,
     Run,
@@ -435,6 +437,7 @@ RUNS: Runs = {
     ),
     "microbatch_mean": refused("OptionError: .*got microbatch ", "microbatch_mean"),
     "turns": Run(LEVELS, refusal="OptionError: .*got turn "),
+    **ON_ONE_RANK,
 }
 
 
@@ -557,6 +560,33 @@ IMPORTS = {
     flags("dataset_mean"): "OptionError: --loss-aggregation must group tokens by sample or prompt",
 }
 """Flags, and the error of the adapter's import."""
+
+
+def passed_on(package: str) -> dict[str, bool]:
+    """For each method of an engine without the variable, whether verl's gets the same objects."""
+    use(package)
+    os.environ[VARIABLE] = ""
+    importlib.import_module(ADAPTER)
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.base import BaseEngine
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    engine: Any = object.__new__(EngineRegistry.get_engine_cls("language_model", "megatron"))
+    engine.engine_config = Namespace(dynamic_context_parallel=False)
+    calls = {
+        "train_batch": (BaseEngine, ({}, print)),
+        "forward_backward_batch": (MegatronEngineWithLMHead, ({}, print, False)),
+        "postprocess_micro_batch_func": (MegatronEngineWithLMHead, (object(), {}, False, print)),
+    }
+    return {
+        name: is_passed_on(owner, name, getattr(engine, name), *args)
+        for name, (owner, args) in calls.items()
+    }
+
+
+def test_without_the_variable_verls_functions_get_the_same_objects() -> None:
+    ((found),) = run_host_ranks(passed_on, 1, str(PEERS))
+    assert found and all(found.values()), found
 
 
 def failed_imports() -> list[str]:

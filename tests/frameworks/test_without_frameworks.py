@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.frameworks import required_release
 from megatron_loss_agg.launch.flags import VARIABLE
 from tests.frameworks.harness import ROOT, page
 
@@ -37,7 +38,10 @@ NAMES = {
         "areal.utils.environ": "is_single_controller",
     },
 }
-METHODS = ("_create_train_engine", "_create_critic", "_create_actor")
+METHODS = (
+    *("_create_train_engine", "_create_critic", "_create_actor"),
+    *("train_batch", "as_controller", "create_process_group", "ppo_update"),
+)
 ACTOR = {"enable_tree_training": False, "m2_threshold": None, "ppo_n_minibatches": 1}
 
 
@@ -70,9 +74,30 @@ def test_the_page_has_the_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name, oldest", {"nemo_rl": "0.6.0", "areal": "1.0.4"}.items())
-def test_an_older_framework_is_refused_at_import(name: str, oldest: str) -> None:
+def test_an_older_framework_is_refused_at_import(
+    name: str, oldest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(HostError, match=f"must be {oldest} or later"):
         executed(name)
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (ModuleNotFoundError("No", name="nemo_rl"), "importable here, got No. Install nemo_rl in"),
+        (ModuleNotFoundError("No", name="tqdm"), "importable here, got No. Install tqdm in"),
+        (ImportError("no B", name="ray.a"), "importable here, got no B. Install ray.a in"),
+        (ModuleNotFoundError("No", name="nemo_rl.new"), "must be 0.6.0 or later, got No. Install"),
+        (ImportError("no B", name="nemo_rl.a"), "must be 0.6.0 or later, got no B. Install such"),
+        (AttributeError("no b"), "must be 0.6.0 or later, got no b. Install such"),
+    ],
+)
+def test_a_failed_import_names_the_missing_module_or_the_version(
+    error: Exception, words: str
+) -> None:
+    with pytest.raises(HostError, match=words), required_release("NeMo-RL", "nemo_rl", "0.6.0"):
+        raise error
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -58,6 +58,10 @@ BAD_STARTS = {
         f"OptionError: The flags must stand in {VARIABLE} or on the command line, got @ beside "
         f"{VARIABLE}. Unset {VARIABLE}, or remove @."
     ),
+    '"@ sum" | SCRIPT': (
+        f"OptionError: {VARIABLE} must hold flags that are not quoted as a whole, got '@ sum' as one "
+        f"word. Remove the inner quotes: {VARIABLE}='@ sum'."
+    ),
     "@ sum token_mean | SCRIPT": (
         f"OptionError: {VARIABLE} must hold @ MODE and flags @-... only, got token_mean. Remove"
     ),

@@ -16,12 +16,16 @@ from operator import attrgetter
 
 from megatron_loss_agg.frameworks import required_release
 
-with required_release("ms-swift", "4.6.0 with mcore-bridge"):
+with required_release("ms-swift", "swift", "4.6.0 with mcore-bridge"):
+    from swift.megatron.arguments import MegatronArguments
     from swift.megatron.trainers import BaseMegatronTrainer, base
 
-    # Replaced in `plugin`.
-    attrgetter("prepare_model", "_log_callback")(BaseMegatronTrainer)
+    # Replaced in `plugin`, and read there.
+    attrgetter("prepare_model", "_log_callback", "forward_step")(BaseMegatronTrainer)
     attrgetter("reduce_max_stat_across_model_parallel_group")(base)
+    attrgetter("cp_partition_mode", "enable_dft_loss", "rlhf_type", "rpo_alpha", "task_type")(
+        MegatronArguments
+    )
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"

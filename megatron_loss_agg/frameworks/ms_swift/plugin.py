@@ -1,6 +1,7 @@
 """The file that ms-swift runs in every process that trains: see its package.
 
-Without the environment variable, and in workers of data loaders, it changes nothing.
+Without the environment variable it compares the ranks and calls ms-swift's own functions; in workers
+of data loaders it does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.utils.data import get_worker_info
 
 import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks the names that are replaced below
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.frameworks import print_inactive, same_on_all_ranks
+from megatron_loss_agg.frameworks.refusals import refused
 from megatron_loss_agg.launch.flags import VARIABLE
 from megatron_loss_agg.launch.install import hook_from_args, install
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
@@ -26,6 +28,8 @@ from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
 stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model
 stock_max = base.reduce_max_stat_across_model_parallel_group
+
+IS_SET = bool(os.environ.get(VARIABLE))
 
 _trainer_options: dict[str, Any] = {}
 """Options of the hook that depend on the trainer of this process."""
@@ -94,26 +98,27 @@ def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
     stock_log(trainer, logs, n_steps)
 
 
-def prepare_model(trainer: Any) -> None:
+def prepare_model(trainer: Any) -> Any:
     """Choose how batches and losses are read, before the model is built.
 
     Raises:
         HostError: the trainer's loss is no sum over tokens, nor a mean over pairs.
+        OptionError: some ranks aggregate, and others do not.
     """
+    if not same_on_all_ranks(lambda: IS_SET):
+        print_inactive("ms-swift")
+        return stock_prepare_model(trainer)
     args = trainer.args
     if args.rlhf_type == "dpo" and not args.rpo_alpha:
         _trainer_options["read_batch"], step = read_pairs, pair_step
     elif isinstance(trainer, MegatronTrainer) and args.task_type == "causal_lm":
         _trainer_options["read_batch"], step = read_samples, sample_step
     else:
-        raise HostError(
-            "the plugin needs megatron sft or pt with --task_type causal_lm, whose loss is a sum over "
-            "tokens, or rlhf with --rlhf_type dpo and without --rpo_alpha, got "
-            f"{type(trainer).__name__} with --task_type {args.task_type}. Unset {VARIABLE}."
-        )
+        got = f"{type(trainer).__name__} with --task_type {args.task_type}"
+        raise refused("ms_swift, trainer", got)
     _trainer_options["split"] = args.cp_partition_mode
     trainer.forward_step = functools.partial(step, trainer, trainer.forward_step)
-    stock_prepare_model(trainer)
+    return stock_prepare_model(trainer)
 
 
 def make_hook(args: Any, in_training_loop: bool) -> LossHook | None:
@@ -123,8 +128,10 @@ def make_hook(args: Any, in_training_loop: bool) -> LossHook | None:
     return hook_from_args(args, in_training_loop, _trainer_options["read_batch"])
 
 
-if os.environ.get(VARIABLE) and get_worker_info() is None:
+if get_worker_info() is None:
+    BaseMegatronTrainer.prepare_model = prepare_model
+if IS_SET and get_worker_info() is None:
     install(make_hook=make_hook)
-    BaseMegatronTrainer._log_callback, BaseMegatronTrainer.prepare_model = log, prepare_model
+    BaseMegatronTrainer._log_callback = log
     # The optimizer's norm is None where it skips an empty step.
     base.reduce_max_stat_across_model_parallel_group = lambda stat: stock_max(stat or 0.0)

@@ -1,0 +1,115 @@
+"""RLinf's reasoning actor on Megatron: its aggregation of a microbatch, over the whole step.
+
+Stands on the class of the actor, which a script of RLinf's names, and on its attribute
+``loss_agg_func``: RLinf reduces the policy's loss, KL and entropy of a microbatch by it, to a mean of
+that microbatch. Megatron divides it by the number of microbatches and of data-parallel ranks. Here it
+is, with the coefficients of the step's samples,
+
+    num_microbatches * dp_size * sum_s c_s sum_t m_t l_t
+
+for the loss, and for the same terms in RLinf's metrics, which are averaged over both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_loss_agg import LossAggregation, StepPlan
+from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
+from megatron_loss_agg.frameworks.refusals import check_settings, refused
+
+with required_release("RLinf", "rlinf", "commit a3816b5 (22 Aug 2026)"):
+    from rlinf.workers.actor.megatron_actor_worker import MegatronActor as RLinfActor
+
+    # Overridden below.
+    attrgetter("training_step", "get_forward_step_func")(RLinfActor)
+
+SETTINGS = """\
+export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
+
+# in the training script, in place of `from rlinf.workers.actor.megatron_actor_worker import ...`:
+from megatron_loss_agg.frameworks.rlinf import MegatronActor
+
+# in the YAML file:
+algorithm:
+  use_valid_token_scale: false
+"""
+
+COLUMN = "loss_coefficients"
+
+
+class MegatronActor(RLinfActor):
+    """RLinf's actor; without the variable, as it is."""
+
+    row_weights: Tensor | None = None
+    """``c_s`` of the microbatch whose loss is computed."""
+    is_first_step = True
+    aggregation: LossAggregation | None = None
+
+    def training_step(self, batch: Any) -> Any:
+        if self.is_first_step:
+            self.is_first_step = False
+            self.aggregation = read_aggregation("RLinf", {"prompt"}, on_all_ranks=True)
+            if self.aggregation is not None:
+                check_settings(self.cfg, *REFUSED["rlinf"])
+                self.loss_agg_func = self.aggregated
+        if self.aggregation is None:
+            return super().training_step(batch)
+        if not isinstance(batch, dict):
+            raise refused("rlinf, pipeline", type(batch).__name__)
+        plan = StepPlan.from_mask_sums(
+            self.aggregation,
+            batch["response_mask"][:, -self.response_len :].sum(-1),
+            prompt_ids=self.prompts(batch) if "prompt" in self.aggregation.units else None,
+            group=parallel_state.get_data_parallel_group(),
+        )
+        print_first_lines(plan)
+        coefficients = plan.coefficients(0).to(batch["input_ids"].device, torch.float32)
+        return super().training_step({**batch, COLUMN: coefficients})
+
+    def prompts(self, batch: dict[str, Tensor]) -> list[str]:
+        """An id for each prompt: its tokens, which stand left of the response."""
+        tokens = batch["input_ids"][:, : -self.response_len].cpu()
+        is_token = batch["attention_mask"][:, : -self.response_len].cpu() != 0
+        prompts = (x[keep].numpy().tobytes() for x, keep in zip(tokens, is_token, strict=True))
+        return [hashlib.sha256(prompt).hexdigest() for prompt in prompts]
+
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        forward_step: Callable[..., Any] = super().get_forward_step_func()
+        if self.aggregation is None or not self.return_loss:
+            return forward_step
+
+        def weighed_step(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+            batch = dict(next(iterator))
+            # RLinf takes the loss of all rows to be 0 where the first one has no token.
+            order = batch["response_mask"].any(-1).to(torch.uint8).argsort(descending=True)
+            batch = {key: x[order] for key, x in batch.items()}
+            weights = batch.pop(COLUMN)
+            if not batch["response_mask"].any():
+                batch["response_mask"][0, -1], weights = True, torch.zeros_like(weights)
+            output, loss_func = forward_step(iter([batch]), model)
+
+            def weighed_loss(output: Any) -> Any:
+                self.row_weights = weights
+                result = loss_func(output)
+                self.row_weights = None
+                return result
+
+            return output, weighed_loss
+
+        return weighed_step
+
+    def aggregated(self, values: Tensor, mask: Tensor, *_: Any) -> Tensor:
+        """The loss of a microbatch, in place of RLinf's mean."""
+        assert self.row_weights is not None
+        weights = self.row_weights.to(values.device).unsqueeze(-1) * mask
+        scale = self.num_microbatches * parallel_state.get_data_parallel_world_size()
+        return torch.where(mask, values * weights, 0.0).sum() * scale
