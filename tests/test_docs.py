@@ -342,28 +342,6 @@ def test_the_page_on_modes_weighs_a_token_as_the_log_says_it() -> None:
         assert formula(aggregation) == f"w_t = {weight.replace('D', '10')}"
 
 
-_WITHOUT_A_ROW = {
-    "nested_mean",
-    "custom",
-}  # the oracle and the by-hand weights have no row of them
-PLACES = {
-    ("README.md",): "`{}`",
-    ("docs/modes.md",): "`{}`",
-    ("docs/reports.md",): "`{}`",
-    ("tests/oracle.py",): '"{}":',
-    ("tests/core/test_modes.py",): '"{}":',
-    ("tests/host/test_gradients.py", "tests/host/test_by_sample.py"): '("{}"',
-}
-"""Files of which one must have every mode, and how its name stands there."""
-
-
-@pytest.mark.parametrize("files", PLACES, ids=" or ".join)
-def test_every_mode_stands_in(files: tuple[str, ...]) -> None:
-    texts = "".join((ROOT / file).read_text() for file in files)
-    modes = MODES.keys() - (_WITHOUT_A_ROW if "`" not in PLACES[files] else set())
-    assert [mode for mode in modes if PLACES[files].format(mode) not in texts] == []
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")

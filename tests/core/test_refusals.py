@@ -155,7 +155,14 @@ LEVELS = (None, "prompt;sample", ["sample", "prompt"], ["prompt", "prompt"], ["a
 NO_METRIC = "metric 'a' must be a Mean, Sum, Max or Min of scalars, or a tensor .sum, count., got"
 TURNS = LossAggregation(mode="nested_mean", levels=("turn", "sample"))
 IN_PROMPTS = LossAggregation(mode="nested_mean", levels=("prompt", "session"))
-TWO_PARENTS = {"prompt_ids": tensor([7, 7, 9]), "ids": {"session": tensor([4, 5, 5])}}
+STRAY = (
+    "each session must be in one prompt for the levels prompt > session, got the session 5 in the prompts "
+    "[79] and [79]. Give ids that are unique over the whole step"
+)
+TWO_PARENTS = [
+    {"prompt_ids": tensor(prompts), "ids": {"session": tensor([4, 5, 5])}}
+    for prompts in ([7, 7, 9], [9, 9, 7])
+]
 COUNTED = aggregation("token_mean", sample_weights="count")
 OF_DATASETS = aggregation("token_mean", sample_weights="count", dataset_weights={0: 0.5})
 TERMS = {"a": TOKEN_MEAN, "b": TOKEN_MEAN}
@@ -295,7 +302,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     (
         OptionError,
         "^the aggregation function must return finite coefficients, got infinite or NaN ones of",
-        by_function(ONES[:2] * math.nan),
+        by_function(tensor([1.0, math.inf])),
     ),
     (
         OptionError,
@@ -364,10 +371,13 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         r"^token_loss must have the shape \(2, 3\) of w, got \(3,\). Reshape it: nothing is broadcas",
         partial(weighted_sum, ROWS, ROWS[0]),
     ),
-    (
-        DataError,
-        "^sample_weights must be finite and >= 0, got -1. Correct",
-        weighing(agg=WEIGHTED_SUM, sample_weights=tensor([1.0, -1])),
+    *(
+        (
+            DataError,
+            f"^sample_weights must be finite and >= 0, got {bad}. Correct",
+            weighing(agg=WEIGHTED_SUM, sample_weights=tensor([1.0, bad])),
+        )
+        for bad in (-1, math.nan, math.inf)
     ),
     (
         DataError,
@@ -444,11 +454,13 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         "^ids must be a mapping by names of your own, got .*'prompt'.*. Give prompt_ids=",
         rows(ids={"prompt": ["a", "b"]}),
     ),
-    (
-        DataError,
-        r"^each session must be in one prompt for the levels prompt > session, got the session 5 in the "
-        r"prompts [79] and [79]. Give ids that are unique over the whole step",
-        of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **TWO_PARENTS),
+    *(
+        (
+            DataError,
+            f"^{STRAY}",
+            of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **parents),
+        )
+        for parents in TWO_PARENTS
     ),
     (
         DataError,
