@@ -74,6 +74,7 @@ BAD: list[tuple[Microbatch, str]] = [
     (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 1, 0, 1, 1, 1, 0])), OUTSIDE),
     (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 0, 0, 1, 1, 1, 1])), OUTSIDE),
     (a_pack([1, 3, 5], None, torch.zeros(6)), RISING),
+    (a_pack([1, 3], [0, 4], torch.zeros(6)), RISING),
     (a_pack([0, 2**63 - 1, -2, 6], None, torch.zeros(6)), RISING),
     (a_pack([0, 1, 2], [0, 2**63 - 1, -2], torch.zeros(6)), RISING),
     (a_pack([0, 2, 4], [0, 1, 2], torch.zeros(6)), RISING),
@@ -156,8 +157,8 @@ NO_METRIC = "metric 'a' must be a Mean, Sum, Max or Min of scalars, or a tensor 
 TURNS = LossAggregation(mode="nested_mean", levels=("turn", "sample"))
 IN_PROMPTS = LossAggregation(mode="nested_mean", levels=("prompt", "session"))
 STRAY = (
-    "each session must be in one prompt for the levels prompt > session, got the session 5 in the prompts "
-    "[79] and [79]. Give ids that are unique over the whole step"
+    "each session must be in one prompt for the levels prompt > session, got the session 5 in the "
+    "prompts [79] and [79]. Give ids that are unique over the whole step"
 )
 TWO_PARENTS = [
     {"prompt_ids": tensor(prompts), "ids": {"session": tensor([4, 5, 5])}}
@@ -375,7 +376,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         (
             DataError,
             f"^sample_weights must be finite and >= 0, got {bad}. Correct",
-            weighing(agg=WEIGHTED_SUM, sample_weights=tensor([1.0, bad])),
+            weighing(agg=WEIGHTED_SUM, sample_weights=tensor([bad, -7.0])),
         )
         for bad in (-1, math.nan, math.inf)
     ),
