@@ -52,6 +52,15 @@ def test_a_weighted_sum_and_its_gradient_are_those_of_a_loop(dtype):
     assert weighted_sum(torch.ones(2, 0), torch.ones(2, 0, requires_grad=True)).requires_grad
 
 
+def test_a_loss_that_counts_stays_what_it_is_and_weights_get_no_gradient():
+    w, loss = torch.tensor([0.5, -2.0, 0.0], requires_grad=True), torch.tensor([1.0, 3.0, math.nan])
+    weighted_sum(w, loss.requires_grad_()).backward()
+    assert w.grad is None and loss.grad.tolist() == [0.5, -2, 0]
+    for bad in (math.nan, math.inf):
+        total = weighted_sum(w, torch.tensor([1.0, bad, math.nan])).item()
+        assert total == pytest.approx(-bad, nan_ok=True)
+
+
 def test_many_tokens_add_up_in_the_wider_dtype():
     # (1 + 2**-7)**2 - (1 + 2**-6) = 2**-14, whose terms are equal in bf16.
     a, b = (torch.tensor(x).bfloat16() for x in ([1 + 2**-7, -1], [1 + 2**-7, 1 + 2**-6]))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.scale import MegatronScale
 from tests.host import gpt, parallel_state
 from tests.host.harness import MODELS, TOPOLOGIES, error_of, on_ranks_of
 from tests.host.refusals import assert_says
@@ -175,6 +176,11 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
                     measured, error = first_step_of(ddp)
                 assert measured == (None if says else ONE), case
                 assert_says(error, says)
+
+
+def test_a_patched_megatron_that_only_adds_up_needs_no_factor() -> None:
+    for per_token, factor in ((False, 1.0), (True, 100.0)):  # the flag divides in any case
+        assert MegatronScale(3, 2, per_token, normalized=True).inverse(100) == factor
 
 
 # By step, microbatches on two ranks; and whether some rank has not had this number.

@@ -35,12 +35,13 @@ class Mutant(NamedTuple):
         return f"{self.area}: {self.file}: {self.why}"
 
     def applied_to(self, text: str) -> str:
-        """The changed text of the file; ValueError if it does not apply, or is no Python."""
+        """The changed text of the file; ValueError or SyntaxError if it cannot be."""
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {text.count(self.old)} times in it: {self.old!r}")
         changed = text.replace(self.old, self.new)
-        if self.old == self.new or ast.dump(ast.parse(changed)) == ast.dump(ast.parse(text)):
+        if changed == text:
             raise ValueError(f"{self.name}: changes nothing")
+        ast.parse(changed)
         return changed
 
 
