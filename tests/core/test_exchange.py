@@ -130,8 +130,8 @@ WRONG: dict[str, tuple[Steps, tuple[str, str]]] = {
         (FAILED, PAIR.format("the gid 5 twice on rank 1")),
     ),
     "more ranks than there are": (
-        [[held(1, 3)], [held(4, 3)]],
-        (FAILED, PAIR.format("2 ranks in all").replace("=2", "=4").replace("to 1", "to 3")),
+        [[held(1, 3)], [held(3, 3)]],
+        (FAILED, PAIR.format("2 ranks in all").replace("=2", "=3").replace("to 1", "to 2")),
     ),
 }
 
