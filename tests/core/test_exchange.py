@@ -72,13 +72,13 @@ def held(num_holders: int, *lengths: int, gid: int | None = None) -> Microbatch:
     return Microbatch(mask, local_cp_size=num_holders, gid=gid)
 
 
-# By rank. The gids 0 and 7 are also indices, and numbers of microbatches without a gid; the ranks 2
+# By rank. The gids 0 and 1 are also indices, and numbers of microbatches without a gid; the ranks 2
 # and 3 have their microbatches with gids in another order.
 HELD = [
     [held(4, 1, 2), held(2, 3, gid=0), held(1, 5), held(2, 4)],
     [held(4, 1, 2), held(2, 3, gid=0), held(2, 4)],
-    [held(4, 1, 2), held(2, 6, gid=7), held(2, 7), held(2, 8, 9, gid=0)],
-    [held(4, 1, 2), held(2, 8, 9, gid=0), held(2, 7), held(2, 6, gid=7), held(1)],
+    [held(4, 1, 2), held(2, 6, gid=1), held(2, 7), held(2, 8, 9, gid=0)],
+    [held(4, 1, 2), held(2, 8, 9, gid=0), held(2, 7), held(2, 6, gid=1), held(1)],
 ]
 
 
