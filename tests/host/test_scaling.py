@@ -209,6 +209,15 @@ def test_without_the_audit_the_first_step_of_each_model_is_measured_alone(name: 
         assert measured == [(ONE, None), (None, None), (None, None)]
 
 
+@on_ranks_of("dp1")
+def test_a_division_by_tokens_that_lacks_shows_in_a_lone_microbatch(name: str) -> None:
+    model = gpt.build(torch.float32, per_token=True)
+    model.config.finalize_model_grads_func = None
+    measured, error = step_of(hook_with(), model, STEP[:1])
+    assert measured is None
+    assert_says(error, called("None"))
+
+
 def own_ddp(model: Any) -> Any:
     """In a subclass that has other arguments."""
     from megatron.core.distributed import DistributedDataParallel
