@@ -81,6 +81,12 @@ def dummy() -> Batch:
     return {**whole, "loss_mask": torch.ones(1, TOKENS), "cu_seqlens": torch.tensor([0, TOKENS])}
 
 
+def alike_pack() -> Batch:
+    """A pack of several samples whose tokens are all alike."""
+    alike = torch.zeros(1, TOKENS).long()
+    return {**pack(), "labels": alike, "tokens": alike}
+
+
 def padded(*places: tuple[int, int], padding: int = 0) -> Batch:
     """A pack of samples in longer places, of (tokens, length of the place) each.
 
@@ -265,6 +271,7 @@ VERIFIED = {
         for split, kind in product(SPLITS, KINDS)
     },
     "by default": steps("zigzag", PACK, rows(), PACK),
+    "by default, and a later pack that tells nothing": steps("zigzag", PACK, alike_pack()),
     "rows whatever is declared": steps("contiguous", rows(), rows(), declared="zigzag_pack"),
     # The first pack could be split in any way: its only sample has no padding, its tokens are
     # alike, and its positions are those that the script makes up on the first rank.
