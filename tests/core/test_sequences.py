@@ -22,6 +22,7 @@ from megatron_loss_agg import (
     predicting_mask,
     weighted_sum,
 )
+from megatron_loss_agg.masks import shifted
 from tests.core.meaning import F64, Read, cp_layout, lay, listed
 from tests.core.operations import Operations
 from tests.core.strategies import ANYTHING, EXTREMES, FLOATS, INTEGERS, microbatches
@@ -180,6 +181,10 @@ def test_a_mask_is_moved_to_the_positions_that_predict_its_tokens(given):
         for t, following in pairwise(places):
             wanted[t] = read.values[following]
     assert (moved.dtype, moved.shape, listed(moved)) == (mask.dtype, mask.shape, wanted)
+
+
+def test_a_shift_beyond_a_row_leaves_nothing():
+    assert shifted(torch.ones(2, 2), None, 4).tolist() == [[0, 0]] * 2
 
 
 def mean_by_loop(read: Read, x: Tensor, pull: Tensor) -> tuple[list[float], list[float]]:
