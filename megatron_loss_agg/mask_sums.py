@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_loss_agg.errors import DataError
-from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.microbatch import Microbatch, checked_by_sample
 from megatron_loss_agg.tensors import described
 
 
@@ -25,9 +25,10 @@ def microbatches_from(mask_sums: Any, ids: Any, by_sample: Mapping[str, Any]) ->
     """
     has_list = _is_list_of_vectors(mask_sums)
     vectors = [_vector(x) for x in (mask_sums if has_list else [mask_sums])]
+    sizes = [len(x) for x in vectors]
 
-    def entries(name: str, values: Any) -> Sequence[Any]:
-        return _entries(name, values if has_list else [values], len(vectors))
+    def entries(name: str, values: Any) -> list[Any]:
+        return _entries(name, values if has_list else [values], sizes)
 
     columns = {name: entries(name, x) for name, x in by_sample.items() if x is not None}
     ids_by_unit = {u: entries(f"{u}_ids", x) for u, x in _checked_mapping(ids).items()}
@@ -64,17 +65,16 @@ def _checked_mapping(ids: Any) -> Mapping[str, Any]:
     return ids or {}
 
 
-def _entries(name: str, values: Any, number: int) -> Sequence[Any]:
-    """The entry of each microbatch; `Microbatch` checks them."""
+def _entries(name: str, values: Any, sizes: Sequence[int]) -> list[Any]:
+    """The entry of each microbatch, checked."""
     is_list = isinstance(values, (list, tuple))
-    if not is_list or len(values) != number:
+    if not is_list or len(values) != len(sizes):
         got = f"{len(values)} entries" if is_list else described(values)
         raise DataError(
-            f"{name} must have one entry for each of the {number} microbatches of mask_sums, "
+            f"{name} must have one entry for each of the {len(sizes)} microbatches of mask_sums, "
             f"got {got}. Give a list like that of mask_sums."
         )
-    entries: Sequence[Any] = values
-    return entries
+    return [checked_by_sample(name, x, size) for x, size in zip(values, sizes, strict=True)]
 
 
 def _is_number(x: object) -> bool:
