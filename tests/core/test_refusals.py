@@ -312,6 +312,11 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
+        r"^advantages must have the shape \(2, 3\) of loss_mask, got \(6,\)\. Reshape",
+        partial(PLAN.scaled_advantages, 0, ONES),
+    ),
+    (
+        DataError,
         "^coefficients of samples must be in the range of fp32, got 1e-40 to 1e-40. ",
         by_function(-ONES[:2].double() * 1e-40),
     ),

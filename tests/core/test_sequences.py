@@ -316,8 +316,8 @@ def test_nan_that_counts_stays_in_its_sequence():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
 def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
-    # 4096 ones in bf16 would stop at 256.
-    x, mask = torch.ones(1, 4096, dtype=dtype, requires_grad=True), torch.ones(1, 4096).bool()
+    # 4100 ones in bf16 would stop at 256, and it rounds 1 / 4100.
+    x, mask = torch.ones(1, 4100, dtype=dtype, requires_grad=True), torch.ones(1, 4100, dtype=F64)
     mean = SequenceMean(Microbatch(mask))
     mask.zero_()  # which a script may do once the mean is made
     out = mean(x)
