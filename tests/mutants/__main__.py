@@ -2,7 +2,7 @@
 
     python -m tests.mutants                       # all of them: some hours on two cores
     python -m tests.mutants scale "weighted sum"  # those with one of these texts in their name
-    python -m tests.mutants --resume              # only those that build/mutants.jsonl lacks
+    python -m tests.mutants --resume              # without those that build/mutants.jsonl has as killed
 
 At the end the tests that failed run without a mutant, where they must pass.
 """
@@ -53,16 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", help="texts in the names of mutants; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
-    parser.add_argument("--resume", action="store_true", help="keep the results of earlier runs")
+    parser.add_argument("--resume", action="store_true", help="leave out those killed before")
     options = parser.parse_args(arguments)
     mutants = [
         x for x in read_mutants() if not options.names or any(n in x.name for n in options.names)
     ]
     RESULTS.parent.mkdir(exist_ok=True)
-    if not options.resume:
-        RESULTS.unlink(missing_ok=True)
-    results = _earlier_results()
-    left = [x for x in mutants if x not in results]
+    results = _earlier_results() if options.resume else {}
+    left = [x for x in mutants if results.get(x, ("", ""))[0] != "killed"]
     with tempfile.TemporaryDirectory() as folder, RESULTS.open("a", encoding="utf-8") as file:
         copies = [_copied(Path(folder) / str(i)) for i in range(options.jobs)]
         jobs = [(shlex.split(x.tests), x) for x in left]
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _earlier_results() -> dict[Mutant, tuple[str, str]]:
-    """Of each mutant: killed, survived or no tests; and the test that failed."""
+    """The last result of each mutant, killed, survived or no tests; and the test that failed."""
     if not RESULTS.exists():
         return {}
     rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines())
