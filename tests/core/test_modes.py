@@ -106,6 +106,12 @@ def test_a_group_without_tokens_weighs_as_its_samples_do():
     assert_same(plan.coefficients(0), [3 / (2 * 7), 0, 0], 1e-15)
 
 
+@pytest.mark.parametrize("choice", ["count", "skip"])
+def test_a_step_of_rejected_samples_alone_is_empty(choice):
+    agg, rejected = aggregation("sample_mean", rejected=choice), torch.tensor([True])
+    assert StepPlan.from_mask_sums(agg, [2.0], rejected=rejected).is_empty
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_tokens_has_no_weights(mode):
     agg = aggregation(mode, sample_weights="count")
