@@ -108,10 +108,6 @@ def aggregating(mode: Any, **fields: Any) -> Callable[[], Any]:
     return partial(LossAggregation, mode=mode, **fields)
 
 
-def preset(name: str, **options: Any) -> Callable[[], Any]:
-    return partial(LossAggregation.preset, name, **options)
-
-
 def weighing(mask: Any = ROWS, agg: Any = MEAN, **options: Any) -> Callable[[], Any]:
     return partial(token_weights, agg, mask, **options)
 
@@ -183,18 +179,6 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         OptionError,
         "^unknown mode 'trl/grpo'. It is a preset: write LossAggregation.preset",
         aggregating("trl/grpo"),
-    ),
-    (OptionError, "^unknown preset 'grpo'. Choose one of .*, trl/", preset("grpo")),
-    (
-        OptionError,
-        r"^unknown preset 'trl/grp'. Did you mean 'trl/grpo'\? Choose",
-        preset("trl/grp"),
-    ),
-    (OptionError, "^preset 'trl/dr_grpo' needs a divisor, got none. Give", preset("trl/dr_grpo")),
-    (
-        OptionError,
-        "^preset 'trl/grpo' takes no divisor, got 2. Drop it .*--loss-aggregation-divisor",
-        preset("trl/grpo", divisor=2),
     ),
     (OptionError, "^empty must be 'count' or 'skip', got None. ", aggregating("sum", empty=None)),
     (OptionError, "^rejected must be .*, got 'drop'. ", aggregating("sum", rejected="drop")),
