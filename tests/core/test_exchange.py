@@ -50,6 +50,9 @@ def test_a_custom_function_reads_ids_of_any_name():
     plan = StepPlan.build(BY_SESSION, [in_sessions(1, 2), in_sessions(1)])
     assert plan.coefficients(0).tolist() == [1 / 4, 1 / 2]
     assert plan.ids("session", 1).tolist() == [1]
+    terms = {"a": aggregation("token_mean"), "b": BY_SESSION}
+    plans = StepPlan.build_terms(terms, [in_sessions(1, 2), in_sessions(1)])
+    assert plans["b"].coefficients(0).tolist() == [1 / 4, 1 / 2]
 
 
 def test_ids_of_any_name_are_those_that_every_microbatch_of_every_rank_has():
