@@ -396,6 +396,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         r"^cu_seqlens must be int32 or int64 \[samples \+ 1\], .*, got a torch.float32 tensor",
         partial(a_pack, [0.0, 6.0]),
     ),
+    (DataError, r"^cu_seqlens must be .*, got .* \(0,\). Convert", partial(a_pack, ONES[:0].int())),
     (
         DataError,
         r"^cu_seqlens_padded must be .* as long as cu_seqlens, got .* \(2,\). Convert",
