@@ -22,6 +22,8 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
+from megatron_loss_agg.mcore.split import local_starts
+from megatron_loss_agg.microbatch import MicrobatchShape
 from tests.host import gpt, parallel_state
 from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
@@ -60,6 +62,11 @@ def unlike_megatron() -> list[str]:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_rows_are_split_as_megatron_splits_them(cp: int) -> None:
     assert run_host_ranks(unlike_megatron, cp) == [[]] * cp
+
+
+def test_one_rank_holds_sequences_of_any_length() -> None:
+    shape = MicrobatchShape((1, 5), torch.tensor([0, 3, 5]))
+    assert local_starts(shape, "zigzag", 1, 0) is shape.starts
 
 
 def rows() -> Batch:
