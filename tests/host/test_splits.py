@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
-from megatron_loss_agg.mcore.split import local_starts
+from megatron_loss_agg.mcore.split import local_starts, same_order
 from megatron_loss_agg.microbatch import MicrobatchShape
 from tests.host import gpt, parallel_state
 from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
@@ -62,6 +62,14 @@ def unlike_megatron() -> list[str]:
 @pytest.mark.parametrize("cp", [2, 4])
 def test_rows_are_split_as_megatron_splits_them(cp: int) -> None:
     assert run_host_ranks(unlike_megatron, cp) == [[]] * cp
+
+
+SHAPES = {((2, 3), (6,)): True, ((1, 6), (6, 1)): True, ((2, 3), (3, 2)): False}
+SHAPES |= {((6,), (5,)): False, ((2, 3), (5,)): False, ((2, 3), (2, 1, 3)): True}
+
+
+def test_tensors_hold_the_same_tokens_in_one_order_whatever_the_form() -> None:
+    assert {shapes: same_order(*shapes) for shapes in SHAPES} == SHAPES
 
 
 def test_one_rank_holds_sequences_of_any_length() -> None:
