@@ -260,6 +260,7 @@ FUNCTIONS_REFUSED = {
         )
         for x in (plain, mean, counted)
     },
+    "a factor near 1": refused(NO_SUM, bound(Divided(1.01))),
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
     "factors of its own after losses of 0": Refusal(NO_SUM, replace(DIVIDED, after=LOSSES_OF_0)),
     **{
@@ -343,6 +344,7 @@ MASKS = {
     "a mask changed after an evaluation": changed(
         lambda mask: mask / 2, after=two_rows(call=EVALUATION)
     ),
+    "a mask that is nearly the counted one": changed(lambda mask: 0.999 * mask),
     "a mask changed later": changed(of_first_token(0.0), **LATER),
     "a mask of NaN later": changed(of_first_token(torch.nan), **LATER),
 }
