@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import TokenLoss
@@ -20,7 +21,7 @@ from tests.host.cases import EVALUATION, Call, Case, Expected, assert_exact, by_
 from tests.host.harness import TOPOLOGIES, error_of
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import Form, returning, stock, with_mask
-from tests.host.steps import MODES, NO_TOKENS
+from tests.host.steps import MODES, NO_TOKENS, PLACES
 
 
 # Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
@@ -34,6 +35,17 @@ def mean(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 def counted(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return (loss_mask * output).sum(), loss_mask.sum().int(), {}
+
+
+def mean_beside_count(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return mean(loss_mask, output)[0], loss_mask.sum().int(), {}
+
+
+def mean_over_ranks(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """This rank's part of the mean over the tokens of all context-parallel ranks."""
+    tokens = loss_mask.sum()
+    dist.all_reduce(tokens)
+    return (loss_mask * output).sum() / tokens, {}
 
 
 def second(scale: float, loss_mask: Tensor, output: Tensor) -> Any:
@@ -260,6 +272,14 @@ FUNCTIONS_REFUSED = {
         )
         for x in (plain, mean, counted)
     },
+    "a mean beside a token count": refused(NO_SUM, bound(mean_beside_count)),
+    "factors of its own on context-parallel ranks": Refusal(
+        NO_SUM, replace(DIVIDED, places=PLACES[1]), "cp2"
+    ),
+    "a mean over context-parallel ranks": Refusal(
+        case=two_rows(step=partial(returning, bound(mean_over_ranks)), places=PLACES[1]),
+        topology="cp2",
+    ),
     "a factor near 1": refused(NO_SUM, bound(Divided(1.01))),
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
     "factors of its own after losses of 0": Refusal(NO_SUM, replace(DIVIDED, after=LOSSES_OF_0)),
