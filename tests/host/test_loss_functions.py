@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.mcore.checks.loss_function import fits_masked_sum
 from tests.host import gpt
 from tests.host.cases import EVALUATION, Call, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES, error_of
@@ -199,6 +200,15 @@ def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -
         return gradient, {} if name in CANCELLING else reports
 
     assert_exact(TOPOLOGIES["dp1"], [*cases], expected)
+
+
+def test_rounding_of_losses_that_cancel_fits_and_shows_no_factor() -> None:
+    for seed in range(20):
+        x = torch.rand(2, 1200, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        mask = (x[0] < 0.5).double()
+        losses = x[1] - (mask * x[1]).sum() / mask.sum()
+        fits, shows = fits_masked_sum((mask * losses).sum(), losses, mask, may_be_mean=False)
+        assert fits and not shows
 
 
 def in_inference_mode(hook: Any, model: Any, call: Call) -> Any:
