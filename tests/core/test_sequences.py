@@ -184,7 +184,7 @@ def test_a_mask_is_moved_to_the_positions_that_predict_its_tokens(given):
 
 
 def test_a_shift_beyond_a_row_leaves_nothing():
-    assert shifted(torch.ones(2, 2), None, 4).tolist() == [[0, 0]] * 2
+    assert shifted(torch.ones(2, 3), None, 5).tolist() == [[0, 0, 0]] * 2
 
 
 def mean_by_loop(read: Read, x: Tensor, pull: Tensor) -> tuple[list[float], list[float]]:
