@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
-from megatron_loss_agg.mcore.split import local_starts, same_order
+from megatron_loss_agg.mcore.call import CPRank
+from megatron_loss_agg.mcore.split import local_starts, same_order, sums_by_sequence
 from megatron_loss_agg.microbatch import MicrobatchShape
 from tests.host import gpt, parallel_state
 from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
@@ -70,6 +71,12 @@ SHAPES |= {((6,), (5,)): False, ((2, 3), (5,)): False, ((2, 3), (2, 1, 3)): True
 
 def test_tensors_hold_the_same_tokens_in_one_order_whatever_the_form() -> None:
     assert {shapes: same_order(*shapes) for shapes in SHAPES} == SHAPES
+
+
+def test_sums_of_sequences_in_half_precision_are_taken_in_fp32() -> None:
+    ones, shape = torch.ones(1, 301), MicrobatchShape((1, 301), None)  # bf16 rounds it to 300
+    sums = sums_by_sequence(ones.bfloat16(), ones, shape, "zigzag", CPRank(1, 0))
+    assert sums.dtype == torch.float32 and sums.tolist() == [301]
 
 
 def test_one_rank_holds_sequences_of_any_length() -> None:
