@@ -43,6 +43,7 @@ class Run(NamedTuple):
     """Tests of one mutant, or of none, in a process of their own."""
 
     process: Any
+    arguments: list[str]  # of pytest
     mutant: Mutant | None
     copy: Path
     began: float
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, RESULTS.open("a", encoding="utf-8") as file:
         copies = [_copied(Path(folder) / str(i)) for i in range(options.jobs)]
         jobs = [(shlex.split(x.tests), x) for x in left]
-        for number, (mutant, result, by, seconds) in enumerate(_run(jobs, copies), start=1):
+        for number, (_, mutant, result, by, seconds) in enumerate(_run(jobs, copies), start=1):
             assert mutant is not None
             results[mutant] = result, by
             row = {"mutant": mutant, "result": result, "by": by, "seconds": seconds}
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file.flush()
             print(f"{number}/{len(left)} {result} in {seconds} s: {mutant.name}", flush=True)
         killers = sorted({by for x in mutants if (by := results[x][1])})
-        for _, result, by, _ in _run([([x], None) for x in killers], copies):
+        for (by,), _, result, *_ in _run([([x], None) for x in killers], copies):
             if result != "survived":
                 print(f"fails without a mutant, too: {by}", flush=True)
                 results |= {x: ("unclear", by) for x in mutants if results[x][1] == by}
@@ -101,8 +102,8 @@ def _copied(folder: Path) -> Path:
 
 def _run(
     jobs: Sequence[tuple[list[str], Mutant | None]], copies: Sequence[Path]
-) -> Iterator[tuple[Mutant | None, str, str, int]]:
-    """As each job ends: its mutant, its result, the test that failed, and its seconds."""
+) -> Iterator[tuple[list[str], Mutant | None, str, str, int]]:
+    """As each job ends: it, its result, the test that failed, and its seconds."""
     for module in _PRELOADED:  # once for all, since these imports take seconds
         importlib.import_module(module)
     sources = {x: (ROOT / x.path).read_text(encoding="utf-8") for _, x in jobs if x}
@@ -117,12 +118,12 @@ def _run(
                 _write(copy / mutant.path, mutant.applied_to(sources[mutant]), next(times))
             process = _FORKS.Process(target=_test, args=(copy, arguments))
             process.start()
-            running[process.sentinel] = Run(process, mutant, copy, time.monotonic())
+            running[process.sentinel] = Run(process, arguments, mutant, copy, time.monotonic())
         deadline = min(x.began for x in running.values()) + LIMIT
         ended = wait([*running], timeout=max(deadline - time.monotonic(), 0))
         late = [key for key, x in running.items() if time.monotonic() - x.began > LIMIT]
         for key in {*ended, *late}:
-            process, mutant, copy, began = running.pop(key)
+            process, arguments, mutant, copy, began = running.pop(key)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it started
             process.join()
@@ -131,7 +132,7 @@ def _run(
             free.append(copy)
             result = {0: "survived", NO_TESTS: "no tests"}.get(process.exitcode, "killed")
             by = (copy / "failed").read_text(encoding="utf-8")
-            yield mutant, result, by, round(time.monotonic() - began)
+            yield arguments, mutant, result, by, round(time.monotonic() - began)
 
 
 def _write(path: Path, text: str, mtime: int) -> None:
