@@ -42,7 +42,6 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
         send_failure(error, group)
         raise
     parts = _all_gather_object(part, group)
-    parts[dist.get_rank(group)] = part  # itself, since unpickling made a copy
     failures = {rank: x.error for rank, x in enumerate(parts) if isinstance(x, Failure)}
     if failures:
         first = min(failures)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from benchmarks.__main__ import PARTS
 from tests.distributed import RankFailed, run_ranks
 from tests.host.cases import covering
 from tests.launch.processes import ROOT, run_afresh
+from tests.mutants import read_mutants
 
 
 def fail(how: str) -> None:
@@ -81,6 +83,16 @@ def test_the_way_of_a_call_is_counted_as_it_runs() -> None:
     assert "   1 mcore/step.py                    Step.run\n" in done.stdout
     assert "   2 mcore/step.py                    Step.loss\n" in done.stdout
     assert "mcore/checks/scaling.py" not in done.stdout
+
+
+def test_every_mutant_is_a_change_of_the_source_and_its_tests_exist() -> None:
+    mutants = read_mutants()
+    assert len({*mutants}) == len(mutants) >= 150
+    texts = {path: (ROOT / path).read_text() for path in {x.path for x in mutants}}
+    for mutant in mutants:
+        mutant.applied_to(texts[mutant.path])
+    words = {word for x in mutants for word in shlex.split(x.tests) if word.startswith("tests/")}
+    assert [word for word in words if not (ROOT / word).exists()] == []
 
 
 def test_the_tests_that_run_on_other_releases_exist() -> None:

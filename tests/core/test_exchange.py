@@ -50,6 +50,9 @@ def test_a_custom_function_reads_ids_of_any_name():
     plan = StepPlan.build(BY_SESSION, [in_sessions(1, 2), in_sessions(1)])
     assert plan.coefficients(0).tolist() == [1 / 4, 1 / 2]
     assert plan.ids("session", 1).tolist() == [1]
+    terms = {"a": aggregation("token_mean"), "b": BY_SESSION}
+    plans = StepPlan.build_terms(terms, [in_sessions(1, 2), in_sessions(1)])
+    assert plans["b"].coefficients(0).tolist() == [1 / 4, 1 / 2]
 
 
 def test_ids_of_any_name_are_those_that_every_microbatch_of_every_rank_has():
@@ -72,13 +75,13 @@ def held(num_holders: int, *lengths: int, gid: int | None = None) -> Microbatch:
     return Microbatch(mask, local_cp_size=num_holders, gid=gid)
 
 
-# By rank. The gids 0 and 7 are also indices, and numbers of microbatches without a gid; the ranks 2
+# By rank. The gids 0 and 1 are also indices, and numbers of microbatches without a gid; the ranks 2
 # and 3 have their microbatches with gids in another order.
 HELD = [
     [held(4, 1, 2), held(2, 3, gid=0), held(1, 5), held(2, 4)],
     [held(4, 1, 2), held(2, 3, gid=0), held(2, 4)],
-    [held(4, 1, 2), held(2, 6, gid=7), held(2, 7), held(2, 8, 9, gid=0)],
-    [held(4, 1, 2), held(2, 8, 9, gid=0), held(2, 7), held(2, 6, gid=7), held(1)],
+    [held(4, 1, 2), held(2, 6, gid=1), held(2, 7), held(2, 8, 9, gid=0)],
+    [held(4, 1, 2), held(2, 8, 9, gid=0), held(2, 7), held(2, 6, gid=1), held(1)],
 ]
 
 
@@ -130,8 +133,8 @@ WRONG: dict[str, tuple[Steps, tuple[str, str]]] = {
         (FAILED, PAIR.format("the gid 5 twice on rank 1")),
     ),
     "more ranks than there are": (
-        [[held(1, 3)], [held(4, 3)]],
-        (FAILED, PAIR.format("2 ranks in all").replace("=2", "=4").replace("to 1", "to 3")),
+        [[held(1, 3)], [held(3, 3)]],
+        (FAILED, PAIR.format("2 ranks in all").replace("=2", "=3").replace("to 1", "to 2")),
     ),
 }
 

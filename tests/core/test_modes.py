@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, Term, token_weights
+from megatron_loss_agg.aggregation import MODES as ALL_MODES
 from megatron_loss_agg.counting import Samples
 from megatron_loss_agg.describe import counts_in_words
 from tests.core.meaning import (
@@ -23,7 +26,7 @@ from tests.core.meaning import (
     lay,
     names_of,
 )
-from tests.oracle import Sample
+from tests.oracle import INNER, OUTER, Sample
 
 # Three samples of 3, 1 and 2 tokens, of weights 0.5, 2 and 1. Samples 0 and 1 come from prompt 7;
 # samples 1 and 2 were cut from rollout 5, and 0 and 2 are of data set 3. Sample 0 has one masked
@@ -58,6 +61,63 @@ NESTED = {
     ("prompt",): BY_HAND["prompt_mean"],
     ("session",): BY_HAND["rollout_mean"],  # by another name, see `names_of`
 }
+
+
+GUIDE = (Path(__file__).parents[2] / "docs/modes.md").read_text(encoding="utf-8")
+# The files that need a row of each mode, and the modes of which they have one. `test_gradients` of
+# the host takes its steps from the oracle.
+ROWS = {
+    "tests/oracle.py, INNER": {*INNER, "nested_mean", "custom"},  # which have functions there
+    "tests/oracle.py, OUTER": {*OUTER, "nested_mean", "custom"},
+    "tests/core/test_modes.py, BY_HAND": {*BY_HAND, "nested_mean", "custom"},
+    "docs/modes.md, formulas": {*re.findall(r"^\| `(\w+)` \| `m_t", GUIDE, re.M), "custom"},
+}
+
+
+@pytest.mark.parametrize("place", ROWS)
+def test_every_mode_has_its_row_in(place):
+    assert ALL_MODES.keys() - ROWS[place] == set()
+
+
+# Two prompts, of which the first has two rollouts, and the first of these two samples.
+TREE = {"prompt_ids": [0, 0, 0, 1], "rollout_ids": [0, 0, 1, 2]}
+
+
+def test_a_mean_of_three_levels_divides_by_the_groups_of_each():
+    agg = aggregation("nested_mean", levels=("prompt", "rollout", "sample"))
+    plan = StepPlan.from_mask_sums(agg, [2.0, 1.0, 1.0, 3.0], **TREE)
+    # 2 prompts * the prompt's rollouts * the rollout's samples * M_s
+    assert_same(plan.coefficients(0), [1 / 16, 1 / 8, 1 / 4, 1 / 6], 1e-15)
+    weights = torch.tensor([1.0, 3.0, 4.0, 2.0], dtype=F64)
+    counted = aggregation("nested_mean", levels=agg.levels, sample_weights="count")
+    plan = StepPlan.from_mask_sums(counted, [2.0, 1.0, 1.0, 3.0], **TREE, sample_weights=weights)
+    # V = ((1 + 3) / 2 + 4) / 2 + 2 = 5 in place of 2 prompts
+    expected = [1 / (5 * 4 * 2), 3 / (5 * 4), 4 / (5 * 2), 2 / (5 * 3)]
+    assert_same(plan.coefficients(0), expected, 1e-15)
+
+
+def test_a_group_without_tokens_weighs_as_its_samples_do():
+    weights = torch.tensor([3.0, 2.0, 6.0], dtype=F64)
+    prompts = aggregation("prompt_mean", sample_weights="count")
+    plan = StepPlan.from_mask_sums(
+        prompts, [2.0, 0.0, 0.0], prompt_ids=[0, 1, 1], sample_weights=weights
+    )
+    assert plan.counts.across == 3 + (2 + 6) / 2
+    assert_same(plan.coefficients(0), [3 / (2 * 7), 0, 0], 1e-15)
+
+
+@pytest.mark.parametrize("choice", ["count", "skip"])
+def test_a_step_of_rejected_samples_alone_is_empty(choice):
+    agg, rejected = aggregation("sample_mean", rejected=choice), torch.tensor([True])
+    assert StepPlan.from_mask_sums(agg, [2.0], rejected=rejected).is_empty
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_without_tokens_has_no_weights(mode):
+    agg = aggregation(mode, sample_weights="count")
+    ids = {f"{unit}_ids": [0, 1] for unit in ("prompt", "rollout", "dataset")}
+    plan = StepPlan.from_mask_sums(agg, [0.0, 0.0], **ids, sample_weights=torch.tensor([1.0, 2.0]))
+    assert plan.is_empty and plan.coefficients(0).tolist() == [0, 0]
 
 
 def divided(divisors: list[float]) -> list[float]:

@@ -80,6 +80,11 @@ def test_samples_are_those_that_the_script_means(name: str) -> None:
     assert mask.shape == (1, torch.tensor(lists["loss_mask"]).numel())
 
 
+def test_a_flat_pack_may_have_its_offsets_in_a_row() -> None:
+    batch = {"loss_mask": torch.ones(4), "cu_seqlens": torch.tensor([[0, 3, 4]])}
+    assert read_batch(batch).cu_seqlens.tolist() == [0, 3, 4]
+
+
 ALL_FORMS = (
     "^the offsets of a batch must be exactly one of cu_seqlens or cu_seqlens_padded or cu_seqlens with "
     "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded, got {}, of which"

@@ -74,6 +74,7 @@ BAD: list[tuple[Microbatch, str]] = [
     (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 1, 0, 1, 1, 1, 0])), OUTSIDE),
     (a_pack([0, 2, 5], [0, 4, 7], tensor([1.0, 1, 0, 0, 1, 1, 1, 1])), OUTSIDE),
     (a_pack([1, 3, 5], None, torch.zeros(6)), RISING),
+    (a_pack([1, 3], [0, 4], torch.zeros(6)), RISING),
     (a_pack([0, 2**63 - 1, -2, 6], None, torch.zeros(6)), RISING),
     (a_pack([0, 1, 2], [0, 2**63 - 1, -2], torch.zeros(6)), RISING),
     (a_pack([0, 2, 4], [0, 1, 2], torch.zeros(6)), RISING),
@@ -105,10 +106,6 @@ def rows(**given: Any) -> Callable[[], Any]:
 
 def aggregating(mode: Any, **fields: Any) -> Callable[[], Any]:
     return partial(LossAggregation, mode=mode, **fields)
-
-
-def preset(name: str, **options: Any) -> Callable[[], Any]:
-    return partial(LossAggregation.preset, name, **options)
 
 
 def weighing(mask: Any = ROWS, agg: Any = MEAN, **options: Any) -> Callable[[], Any]:
@@ -155,7 +152,14 @@ LEVELS = (None, "prompt;sample", ["sample", "prompt"], ["prompt", "prompt"], ["a
 NO_METRIC = "metric 'a' must be a Mean, Sum, Max or Min of scalars, or a tensor .sum, count., got"
 TURNS = LossAggregation(mode="nested_mean", levels=("turn", "sample"))
 IN_PROMPTS = LossAggregation(mode="nested_mean", levels=("prompt", "session"))
-TWO_PARENTS = {"prompt_ids": tensor([7, 7, 9]), "ids": {"session": tensor([4, 5, 5])}}
+STRAY = (
+    "each session must be in one prompt for the levels prompt > session, got the session 5 in the "
+    "prompts [79] and [79]. Give ids that are unique over the whole step"
+)
+TWO_PARENTS = [
+    {"prompt_ids": tensor(prompts), "ids": {"session": tensor([4, 5, 5])}}
+    for prompts in ([7, 7, 9], [9, 9, 7])
+]
 COUNTED = aggregation("token_mean", sample_weights="count")
 OF_DATASETS = aggregation("token_mean", sample_weights="count", dataset_weights={0: 0.5})
 TERMS = {"a": TOKEN_MEAN, "b": TOKEN_MEAN}
@@ -192,18 +196,6 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         OptionError,
         "^unknown mode 'trl/grpo'. It is a preset: write LossAggregation.preset",
         aggregating("trl/grpo"),
-    ),
-    (OptionError, "^unknown preset 'grpo'. Choose one of .*, trl/", preset("grpo")),
-    (
-        OptionError,
-        r"^unknown preset 'trl/grp'. Choose",
-        preset("trl/grp"),
-    ),
-    (OptionError, "^preset 'trl/dr_grpo' needs a divisor, got none. Give", preset("trl/dr_grpo")),
-    (
-        OptionError,
-        "^preset 'trl/grpo' takes no divisor, got 2. Drop it .*--loss-aggregation-divisor",
-        preset("trl/grpo", divisor=2),
     ),
     (OptionError, "^empty must be 'count' or 'skip', got None. ", aggregating("sum", empty=None)),
     (OptionError, "^rejected must be .*, got 'drop'. ", aggregating("sum", rejected="drop")),
@@ -312,12 +304,17 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     (
         OptionError,
         "^the aggregation function must return finite coefficients, got infinite or NaN ones of",
-        by_function(ONES[:2] * math.nan),
+        by_function(tensor([1.0, math.inf])),
     ),
     (
         OptionError,
         "^coefficients that scale advantages must be >= 0, got negative ones, .*. Change the aggre",
         lambda: by_function(-ONES[:2])().scaled_advantages(0, ROWS),
+    ),
+    (
+        DataError,
+        r"^advantages must have the shape \(2, 3\) of loss_mask, got \(6,\)\. Reshape",
+        partial(PLAN.scaled_advantages, 0, ONES),
     ),
     (
         DataError,
@@ -381,10 +378,13 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         r"^token_loss must have the shape \(2, 3\) of w, got \(3,\). Reshape it: nothing is broadcas",
         partial(weighted_sum, ROWS, ROWS[0]),
     ),
-    (
-        DataError,
-        "^sample_weights must be finite and >= 0, got -1. Correct",
-        weighing(agg=WEIGHTED_SUM, sample_weights=tensor([1.0, -1])),
+    *(
+        (
+            DataError,
+            f"^sample_weights must be finite and >= 0, got {bad}. Correct",
+            weighing(agg=WEIGHTED_SUM, sample_weights=tensor([bad, -7.0])),
+        )
+        for bad in (-1, math.nan, math.inf)
     ),
     (
         DataError,
@@ -413,6 +413,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         r"^cu_seqlens must be int32 or int64 \[samples \+ 1\], .*, got a torch.float32 tensor",
         partial(a_pack, [0.0, 6.0]),
     ),
+    (DataError, r"^cu_seqlens must be .*, got .* \(0,\). Convert", partial(a_pack, ONES[:0].int())),
     (
         DataError,
         r"^cu_seqlens_padded must be .* as long as cu_seqlens, got .* \(2,\). Convert",
@@ -461,11 +462,13 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         "^ids must be a mapping by names of your own, got .*'prompt'.*. Give prompt_ids=",
         rows(ids={"prompt": ["a", "b"]}),
     ),
-    (
-        DataError,
-        r"^each session must be in one prompt for the levels prompt > session, got the session 5 in the "
-        r"prompts [79] and [79]. Give ids that are unique over the whole step",
-        of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **TWO_PARENTS),
+    *(
+        (
+            DataError,
+            f"^{STRAY}",
+            of_sums([2.0, 1.0, 2.0], IN_PROMPTS, **parents),
+        )
+        for parents in TWO_PARENTS
     ),
     (
         DataError,

@@ -22,6 +22,7 @@ from megatron_loss_agg import (
     predicting_mask,
     weighted_sum,
 )
+from megatron_loss_agg.masks import shifted
 from tests.core.meaning import F64, Read, cp_layout, lay, listed
 from tests.core.operations import Operations
 from tests.core.strategies import ANYTHING, EXTREMES, FLOATS, INTEGERS, microbatches
@@ -50,6 +51,15 @@ def test_a_weighted_sum_and_its_gradient_are_those_of_a_loop(dtype):
             total.backward()
             assert listed(losses.grad) == listed(w.to(dtype))
     assert weighted_sum(torch.ones(2, 0), torch.ones(2, 0, requires_grad=True)).requires_grad
+
+
+def test_a_loss_that_counts_stays_what_it_is_and_weights_get_no_gradient():
+    w, loss = torch.tensor([0.5, -2.0, 0.0], requires_grad=True), torch.tensor([1.0, 3.0, math.nan])
+    weighted_sum(w, loss.requires_grad_()).backward()
+    assert w.grad is None and loss.grad.tolist() == [0.5, -2, 0]
+    for bad in (math.nan, math.inf):
+        total = weighted_sum(w, torch.tensor([1.0, bad, math.nan])).item()
+        assert total == pytest.approx(-bad, nan_ok=True)
 
 
 def test_many_tokens_add_up_in_the_wider_dtype():
@@ -171,6 +181,10 @@ def test_a_mask_is_moved_to_the_positions_that_predict_its_tokens(given):
         for t, following in pairwise(places):
             wanted[t] = read.values[following]
     assert (moved.dtype, moved.shape, listed(moved)) == (mask.dtype, mask.shape, wanted)
+
+
+def test_a_shift_beyond_a_row_leaves_nothing():
+    assert shifted(torch.ones(2, 3), None, 5).tolist() == [[0, 0, 0]] * 2
 
 
 def mean_by_loop(read: Read, x: Tensor, pull: Tensor) -> tuple[list[float], list[float]]:
@@ -302,8 +316,8 @@ def test_nan_that_counts_stays_in_its_sequence():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
 def test_means_of_half_precision_are_taken_in_fp32_or_more(dtype):
-    # 4096 ones in bf16 would stop at 256.
-    x, mask = torch.ones(1, 4096, dtype=dtype, requires_grad=True), torch.ones(1, 4096).bool()
+    # 4100 ones in bf16 would stop at 256, and it rounds 1 / 4100.
+    x, mask = torch.ones(1, 4100, dtype=dtype, requires_grad=True), torch.ones(1, 4100, dtype=F64)
     mean = SequenceMean(Microbatch(mask))
     mask.zero_()  # which a script may do once the mean is made
     out = mean(x)

@@ -24,6 +24,7 @@ from megatron_loss_agg import (
     StepPlan,
     Term,
 )
+from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.counting import Samples
 from megatron_loss_agg.exchange import failing_in_exchange
 from megatron_loss_agg.report import Max, Mean, reduce_reports
@@ -447,6 +448,20 @@ DEFECTS: dict[str, tuple[Call, Call, str, str]] = {
     ),
     "no batch": (loading, reporting(), REPORTING, "SystemExit: of the loader"),
 }
+
+
+def only_rank_0_succeeds() -> str:
+    try:
+        gather_objects(lambda: 1 / (dist.get_rank() == 0), dist.group.WORLD, "dividing")
+    except (AggregationError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_of_several_ranks_that_failed_the_first_is_named_beside_its_error():
+    own = "ZeroDivisionError: division by zero"
+    told = "PeerError: rank(s) [1, 2] of the group failed while dividing. Fix the error of rank 1 "
+    assert run_ranks(only_rank_0_succeeds, 3) == [f"{told}first: {own}", own, own]
 
 
 def heard_on_ranks() -> list[str]:

@@ -24,9 +24,11 @@ def test_a_token_mean_gets_the_gradient_of_the_mode(mode):
 
 def test_half_precision_is_weighed_in_the_wider_dtype():
     output = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-    weigh(output, torch.tensor([1.001, 3.0])).sum().backward()
+    weighed = weigh(output, torch.tensor([1 + 2.0**-8, 3.0]))
+    weighed.backward(torch.tensor([1 + 2.0**-7, 1.0]).bfloat16())
     assert output.grad.dtype == torch.bfloat16
-    assert output.grad.tolist() == [1.0, 3.0]
+    # The product is 1 + 2**-7 + 2**-8 + 2**-15, just above the middle of two numbers of bf16.
+    assert output.grad.tolist() == [1 + 2.0**-6, 3.0]
 
 
 @pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(1), 2.0, torch.ones(2).cfloat()])

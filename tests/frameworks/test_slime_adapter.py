@@ -194,6 +194,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "HostError: --loss-aggregation-rejected": {"variable": flags("token_mean", "skip")},
     "HostError: samples must be numbered.*some.Source": {"data_source_path": "some.Source"},
     "HostError: sample_indices must number 3 rollouts.*got 3 prompts": {"n_samples_per_prompt": 3},
+    "HostError: sample_indices must number 2 rollouts.*got 1 prompts": {
+        "data": {"sample_indices": [0] * 8}
+    },
     "HostError: denominators .*--custom-tis-function-path.*got 0.5": {"use_tis": True},
     "HostError: denominators .*--enable-mtp-training.*got 0.167": {
         "variable": flags("sum"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from itertools import cycle, groupby, product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
 from tests import oracle
-from tests.core.test_modes import by_turn
 from tests.host import gpt, scripts
 from tests.host.cases import Batch, Case, Expected, assert_exact
 from tests.host.harness import TOPOLOGIES
@@ -150,31 +149,6 @@ def test_an_evaluation_may_read_data_sets_without_a_weight() -> None:
     weights = weights_with("sample_mean", case.places, sample, sample_weights="count")
     reports = {"sample_mean loss": reference().loss(weights)}
     assert_exact(TOPOLOGIES["dp2"], [case], lambda _: (reference().gradient(weights), reports))
-
-
-def weights_by_turn(case: Case) -> Expected:
-    """The mean over samples of the mean over the runs of their masks of that over a run's tokens."""
-    order = [i for rank in case.places for of_mb in rank for i in of_mb]
-    weights = []
-    for i in order:
-        turns = [[*run] for m, run in groupby(sequences()[i].sample.mask) if m]
-        ones = iter([1 / (len(order) * len(turns) * len(turn)) for turn in turns for _ in turn])
-        weights.append((i, [next(ones) if m else 0.0 for m in sequences()[i].sample.mask]))
-    return reference().gradient(weights), {"sample_mean loss": reference().loss(weights)}
-
-
-def masked_by_turn(batch: Batch, _: tuple[int, ...]) -> Batch:
-    mask = batch["loss_mask"]
-    starts = batch.get("cu_seqlens_padded", torch.arange(0, mask.numel() + 1, mask.shape[-1]))
-    return {**batch, "loss_mask": by_turn(mask, starts[:-1].long())}
-
-
-def test_turns_are_exact_by_a_mask_that_gives_each_the_weight_1() -> None:
-    cases = [
-        Case("sample_mean", layout=layout, per_token=flag, batch=masked_by_turn, places=PLACES[1])
-        for layout, flag in (("thd", False), ("bshd", True))
-    ]
-    assert_exact(TOPOLOGIES["cp2"], cases, weights_by_turn)
 
 
 def without_ids(batch: Batch, of_mb: tuple[int, ...]) -> Batch:

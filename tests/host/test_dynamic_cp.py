@@ -300,6 +300,15 @@ def test_a_sample_on_ranks_without_a_group_is_refused() -> None:
     said = {error_of(dealt_batches, (samples, groups), rank) for rank in range(8)}
     assert len(said) == 1
     assert "HostError: a sample must be held by all ranks of a group" in str(said.pop())
+    # Of six ranks Megatron has groups of 1, 2 and 6.
+    three = [[[0], [0], [0], [], [], []]]
+    assert "got ranks [0, 1, 2]" in str(error_of(dealt_batches, ({0: {}}, three), 0))
+
+
+@hybrid
+def test_samples_are_dealt_in_the_order_of_the_schedule() -> None:
+    batches = dealt_batches(({0: {}, 1: {}}, [[[1, 0]]]), 0)
+    assert [batch["gid"] for batch in batches] == [1, 0]
 
 
 # Packs, each with a number of ranks.

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg.mcore.checks.loss_function import fits_masked_sum
 from tests.host import gpt
 from tests.host.cases import EVALUATION, Call, Case, Expected, assert_exact, by_the_oracle
 from tests.host.harness import TOPOLOGIES, error_of
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import Form, returning, stock, with_mask
-from tests.host.steps import MODES, NO_TOKENS
+from tests.host.steps import MODES, NO_TOKENS, PLACES
 
 
 # Loss functions: a masked sum of the model's output, or its mean, in the forms of scripts.
@@ -34,6 +36,17 @@ def mean(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 def counted(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return (loss_mask * output).sum(), loss_mask.sum().int(), {}
+
+
+def mean_beside_count(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return mean(loss_mask, output)[0], loss_mask.sum().int(), {}
+
+
+def mean_over_ranks(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """This rank's part of the mean over the tokens of all context-parallel ranks."""
+    tokens = loss_mask.sum()
+    dist.all_reduce(tokens)
+    return (loss_mask * output).sum() / tokens, {}
 
 
 def second(scale: float, loss_mask: Tensor, output: Tensor) -> Any:
@@ -189,6 +202,15 @@ def test_a_masked_sum_or_mean_in_any_form_is_exact(mode: str, per_token: bool) -
     assert_exact(TOPOLOGIES["dp1"], [*cases], expected)
 
 
+def test_rounding_of_losses_that_cancel_fits_and_shows_no_factor() -> None:
+    for seed in range(20):
+        x = torch.rand(2, 1200, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        mask = (x[0] < 0.5).double()
+        losses = x[1] - (mask * x[1]).sum() / mask.sum()
+        fits, shows = fits_masked_sum((mask * losses).sum(), losses, mask, may_be_mean=False)
+        assert fits and not shows
+
+
 def in_inference_mode(hook: Any, model: Any, call: Call) -> Any:
     """An evaluation on tensors that count no writes."""
     with torch.inference_mode():
@@ -260,6 +282,15 @@ FUNCTIONS_REFUSED = {
         )
         for x in (plain, mean, counted)
     },
+    "a mean beside a token count": refused(NO_SUM, bound(mean_beside_count)),
+    "factors of its own on context-parallel ranks": Refusal(
+        NO_SUM, replace(DIVIDED, places=PLACES[1]), "cp2"
+    ),
+    "a mean over context-parallel ranks": Refusal(
+        case=two_rows(step=partial(returning, bound(mean_over_ranks)), places=PLACES[1]),
+        topology="cp2",
+    ),
+    "a factor near 1": refused(NO_SUM, bound(Divided(1.01))),
     "factors of its own after an empty step": Refusal(NO_SUM, replace(DIVIDED, after=EMPTY_STEP)),
     "factors of its own after losses of 0": Refusal(NO_SUM, replace(DIVIDED, after=LOSSES_OF_0)),
     **{
@@ -343,6 +374,7 @@ MASKS = {
     "a mask changed after an evaluation": changed(
         lambda mask: mask / 2, after=two_rows(call=EVALUATION)
     ),
+    "a mask that is nearly the counted one": changed(lambda mask: 0.999 * mask),
     "a mask changed later": changed(of_first_token(0.0), **LATER),
     "a mask of NaN later": changed(of_first_token(torch.nan), **LATER),
 }

@@ -7,6 +7,7 @@ import functools
 from functools import partial
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_loss_agg import CPLayout, Microbatch, Term
 from megatron_loss_agg.mcore import MTPAggregation, read_batch
 from tests.host import gpt
-from tests.host.cases import Batch, Case, Expected, assert_exact
+from tests.host.cases import Batch, Call, Case, Expected, assert_exact
 from tests.host.harness import MODELS, TOPOLOGIES
 from tests.host.reference import Reference, gradient_of_sum, references
 from tests.host.refusals import Refusal, assert_told
@@ -221,6 +222,12 @@ def contiguous(iterator: Any, model: Any) -> Any:
     return losses, partial(gpt.stock_loss_func, mask)
 
 
+def under_plans(hook: Any, model: Any, call: Call) -> None:
+    """A call whose schedule makes plans of forward passes."""
+    with mock.patch.dict(vars(model.config), overlap_moe_expert_parallel_comm=True):
+        call(1)
+
+
 def refused(step: Any, says: str = "", cp: bool = False, **more: Any) -> Refusal:
     places = (((0, 2) if cp else (0,),),)
     way = {"layout": "bshd", "places": places, **more}
@@ -262,6 +269,12 @@ ROWS = {
         with_labels,
         "HostError: needs masks of tokens, got microbatches with losses by sample",
         hook={"extensions": [MTPAggregation()], "read_batch": by_sequence},
+    ),
+    "of a schedule of plans": refused(
+        with_labels,
+        "HostError: --loss-aggregation-mtp (MTPAggregation) needs the model's own forward pass ... got "
+        "--overlap-moe-expert-parallel-comm. Drop",
+        run=under_plans,
     ),
     "of contiguous parts": refused(contiguous, NOT_SHIFTED, cp=True),
     "of a term that weighs nothing": refused(

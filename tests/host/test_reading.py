@@ -245,13 +245,15 @@ def as_without_a_hook(form: Form, topology: str, grads: bool = True, **options: 
     return Refusal(case=Case(run=run), topology=topology)
 
 
-def in_one_buffer(batches: Iterator[Batch], flips: bool = False) -> Iterator[Batch]:
+def in_one_buffer(
+    batches: Iterator[Batch], flips: bool = False, key: str = "loss_mask"
+) -> Iterator[Batch]:
     """Every mask is written into the memory of the first one; labels are new."""
     buffer = None
     for batch in batches:
-        mask = batch["loss_mask"]
-        buffer = mask if buffer is None else buffer.copy_(buffer.flip(-1) if flips else mask)
-        yield {**batch, "loss_mask": buffer}
+        x = batch[key]
+        buffer = x if buffer is None else buffer.copy_(buffer.flip(-1) if flips else x)
+        yield {**batch, key: buffer}
 
 
 def ids_in_one_buffer(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -397,6 +397,7 @@ SETTINGS = {
         Case(step=with_labels, **GATHERED),
         "tp2",
     ),
+    "gathered logits of one rank": Refusal(case=Case(step=with_labels, **GATHERED), topology="dp1"),
     **{f"the flag {name}": configured(says, **{name: True}) for name, says in OFF.items()},
     "a graph of an iteration": configured(
         "HostError: it replays one step's weights for all ... graphs of layers",

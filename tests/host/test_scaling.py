@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.scale import MegatronScale
 from tests.host import gpt, parallel_state
 from tests.host.harness import MODELS, TOPOLOGIES, error_of, on_ranks_of
 from tests.host.refusals import assert_says
@@ -157,6 +158,8 @@ HOSTS: dict[str, dict[str, Host]] = {
     "ep2-tp2-sp": {
         "other experts": broken(times("2"), scaled_gradients, 1.0, 2.0),
         "NaN": broken(times("nan"), scaled_gradients, math.nan, 3.0),
+        # Which ranks hear of from their tensor-parallel neighbours alone.
+        "one rank": broken(called("doubling_on_one_rank"), finalized, doubling_on_one_rank),
         "unsummed experts": broken(called("without_experts"), finalized, without_experts),
     },
 }
@@ -172,9 +175,16 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
             for sharded in (False, True) if case in SOUND else (False,):
                 with patch():
                     ddp = built(bool(per_token), config, use_distributed_optimizer=sharded)
-                    measured, error = first_step_of(ddp)
+                    # Trust is for what cannot be measured.
+                    trust = {"trust_unmeasured": case != "none"}
+                    measured, error = first_step_of(ddp, **trust)
                 assert measured == (None if says else ONE), case
                 assert_says(error, says)
+
+
+def test_a_patched_megatron_that_only_adds_up_needs_no_factor() -> None:
+    for per_token, factor in ((False, 1.0), (True, 100.0)):  # the flag divides in any case
+        assert MegatronScale(3, 2, per_token, normalized=True).inverse(100) == factor
 
 
 # By step, microbatches on two ranks; and whether some rank has not had this number.
@@ -201,6 +211,15 @@ def test_without_the_audit_the_first_step_of_each_model_is_measured_alone(name: 
     for model in (built(), built(True)):
         measured = [step_of(hook, model, STEP[:n]) for n in (2, 3, 2)]
         assert measured == [(ONE, None), (None, None), (None, None)]
+
+
+@on_ranks_of("dp1")
+def test_a_division_by_tokens_that_lacks_shows_in_a_lone_microbatch(name: str) -> None:
+    model = gpt.build(torch.float32, per_token=True)
+    model.config.finalize_model_grads_func = None
+    measured, error = step_of(hook_with(), model, STEP[:1])
+    assert measured is None
+    assert_says(error, called("None"))
 
 
 def own_ddp(model: Any) -> Any:

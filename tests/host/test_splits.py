@@ -22,6 +22,9 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout, LossAggregation, Microbatch
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch
+from megatron_loss_agg.mcore.call import CPRank
+from megatron_loss_agg.mcore.split import local_starts, same_order, sums_by_sequence
+from megatron_loss_agg.microbatch import MicrobatchShape
 from tests.host import gpt, parallel_state
 from tests.host.cases import EVALUATION, Batch, Case, Found, assert_exact, by_the_oracle, run
 from tests.host.harness import EXACT, TOPOLOGIES, run_host_ranks
@@ -62,6 +65,25 @@ def test_rows_are_split_as_megatron_splits_them(cp: int) -> None:
     assert run_host_ranks(unlike_megatron, cp) == [[]] * cp
 
 
+SHAPES = {((2, 3), (6,)): True, ((1, 6), (6, 1)): True, ((2, 3), (3, 2)): False}
+SHAPES |= {((6,), (5,)): False, ((2, 3), (5,)): False, ((2, 3), (2, 1, 3)): True}
+
+
+def test_tensors_hold_the_same_tokens_in_one_order_whatever_the_form() -> None:
+    assert {shapes: same_order(*shapes) for shapes in SHAPES} == SHAPES
+
+
+def test_sums_of_sequences_in_half_precision_are_taken_in_fp32() -> None:
+    ones, shape = torch.ones(1, 301), MicrobatchShape((1, 301), None)  # bf16 rounds it to 300
+    sums = sums_by_sequence(ones.bfloat16(), ones, shape, "zigzag", CPRank(1, 0))
+    assert sums.dtype == torch.float32 and sums.tolist() == [301]
+
+
+def test_one_rank_holds_sequences_of_any_length() -> None:
+    shape = MicrobatchShape((1, 5), torch.tensor([0, 3, 5]))
+    assert local_starts(shape, "zigzag", 1, 0) is shape.starts
+
+
 def rows() -> Batch:
     batch = {"labels": LABELS, "tokens": LABELS % 32, "loss_mask": torch.ones(TOKENS)}
     return {name: x.view(2, -1) for name, x in batch.items()}
@@ -79,6 +101,12 @@ def dummy() -> Batch:
     alike, positions = torch.zeros(1, TOKENS).long(), torch.arange(TOKENS).view(1, -1)
     whole = {"labels": alike, "tokens": alike, "position_ids": positions}
     return {**whole, "loss_mask": torch.ones(1, TOKENS), "cu_seqlens": torch.tensor([0, TOKENS])}
+
+
+def alike_pack() -> Batch:
+    """A pack of several samples whose tokens are all alike."""
+    alike = torch.zeros(1, TOKENS).long()
+    return {**pack(), "labels": alike, "tokens": alike}
 
 
 def padded(*places: tuple[int, int], padding: int = 0) -> Batch:
@@ -265,6 +293,7 @@ VERIFIED = {
         for split, kind in product(SPLITS, KINDS)
     },
     "by default": steps("zigzag", PACK, rows(), PACK),
+    "by default, and a later pack that tells nothing": steps("zigzag", PACK, alike_pack()),
     "rows whatever is declared": steps("contiguous", rows(), rows(), declared="zigzag_pack"),
     # The first pack could be split in any way: its only sample has no padding, its tokens are
     # alike, and its positions are those that the script makes up on the first rank.

@@ -287,13 +287,14 @@ def read(batch: Batch) -> dict[str, Microbatch]:
     return {name: shared[id(mask)] for name, mask in of_terms.items()}
 
 
-def masked_step(iterator: Any, model: Any, edits: bool = False) -> Any:
-    """With the masks of the batch; or the second edits its own."""
+def masked_step(iterator: Any, model: Any, edits: bool = False, lacks: str = "") -> Any:
+    """With the masks of the batch; or the second edits its own, or a term lacks its mask."""
     batch = gpt.received(iterator)
     losses, _ = gpt.forward_step(iter([batch]), model)
     masks = batch["masks"]
     if edits:
         masks = {**masks, "shorter": without_first(masks["shorter"])}
+    masks = {name: mask for name, mask in masks.items() if name != lacks}
     return losses, TokenLoss(lambda x: dict.fromkeys(MULTIPLIERS, x), masks)
 
 
@@ -350,6 +351,12 @@ ROWS |= {
     "own mask later": edited(ALIKE, later=True),
     "own mask of another mode at once": edited(MODES, later=False),
     "own mask of another mode later": edited(MODES, later=True),
+    "no mask of one term": Refusal(
+        "DataError: a TokenLoss must have a mask for each term, got ['plain']. Add 'shorter'",
+        dataclasses.replace(
+            masked_case(ALIKE), times=1, step=partial(masked_step, lacks="shorter")
+        ),
+    ),
 }
 
 

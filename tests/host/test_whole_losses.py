@@ -98,7 +98,8 @@ def whole_losses(
     losses, _ = gpt.forward_step(iter([batch]), model)
 
     def gather(x: Tensor) -> Any:
-        return {"half": x / 2, "other": x.square() / (2 * x)} if several else x
+        # In either form, flat or in the shape of the mask.
+        return {"half": x.reshape(-1) / 2, "other": x.square() / (2 * x)} if several else x
 
     def compute(x: Any) -> Tensor:
         x = x["half"] + x["other"] if several else x

@@ -32,8 +32,8 @@ BAD_STARTS = {
         "OptionError: @-empty-step must be one of train, error, skip, got 'step'. Change @-empty"
     ),
     "SCRIPT @ sum @-mtp host": (
-        "OptionError: @-mtp must be one of megatron, same, token_mean, sample_mean, rollout_mean, "
-        "prompt_mean, dataset_mean, sample_sum, microbatch_mean, got 'host'. Change @-mtp."
+        "OptionError: @-mtp must be one of megatron, same, token_mean, ... microbatch_mean"
+        " ... got 'host'. Change @-mtp."
     ),
     "SCRIPT @ sum @-split zigzag-pack": (
         "OptionError: @-split must be one of zigzag, zigzag_pack, contiguous, got 'zigzag-pack'."

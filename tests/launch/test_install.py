@@ -78,10 +78,17 @@ Scope = enum.Enum("Scope", ["full_iteration", "attn", "full_iteration_inference"
 GRAPHS = "--cuda-graph-scope full_iteration"
 LOCAL = {"cuda_graph_impl": "local"}
 FUSED = {"cross_entropy_loss_fusion": True}
+INSTANCES, STAGES = {"num_distributed_optimizer_instances": 2}, {"pipeline_model_parallel_size": 2}
+PER_TOKEN = {"calculate_per_token_loss": True}
 # Megatron's parsed flags, and how their refusal begins.
 FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
     ({"expert_gtp_weight_remat_size": 2}, "--expert-gtp-weight-remat-size"),
+    ({"gtp_weight_remat_size": 1}, None),
+    ({**INSTANCES, **STAGES, **PER_TOKEN}, "--num-distributed-optimizer-instances > 1"),
+    ({**INSTANCES, **STAGES}, None),
+    ({**INSTANCES, **PER_TOKEN}, None),
+    ({**STAGES, **PER_TOKEN}, None),
     # A graph of the whole iteration, however it is spelled: today, in 0.14, and in 0.15 to 0.17,
     # where a scope is an enumeration in the end; and in later ones, before flags are validated.
     ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-impl full_iteration"),

@@ -89,7 +89,7 @@ def fits_masked_sum(
     total, size = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
     divisors = [torch.ones_like(total)]
     if may_be_mean:
-        divisors += [mask.sum(), mask.sum().clamp(min=1)]
+        divisors.append(mask.sum())  # where the stock mean takes 1 instead, it is the sum
     divisor = torch.stack(divisors)
     # Where losses cancel, the rounding error of their sum dominates.
     allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * size
