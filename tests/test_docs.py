@@ -289,8 +289,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 # The second sentence of a message: what to change.
 _CURE = re.compile(
-    r"[.:] …?(?:Add|Bind|Build|Call|Change|Choose|Close|Compute|Convert|Correct|Count|Declare|Derive|"
-    r"Drop|Fix|Flatten|Give|Install|Leave|Let|Make|Mask|Name|Pad|Pass|Put|Raise|Read|Remove|Rename|"
+    r"[.:] …?(?:Add|Bind|Build|Call|Change|Choose|Close|Compute|Convert|Correct|Count|Decide|Declare|"
+    r"Derive|Drop|Fix|Flatten|Give|Install|Leave|Let|Make|Mask|Name|Pad|Pass|Put|Raise|Read|Remove|Rename|"
     r"Report|Return|See|Set|Shard|Shift|Split|Train|Turn|Unset|Update|Use|Wrap|Write)\b"
 )
 _CURE_IS_FILLED_IN = re.compile(r"\. …$|^… was removed: …|a group\. … group=\.$")

@@ -34,7 +34,7 @@ class ProcessGroups:
     pp: dist.ProcessGroup
     is_last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
     dp_cp: dist.ProcessGroup | None = None  # None without dynamic context parallelism
-    counts_alone: bool = False  # the ranks of one model replica count their microbatches alone
+    is_end_counted: bool = False  # each model replica counts alone, see `stream`
 
     @classmethod
     def of(cls, pg_collection: Any = None, is_dynamic: bool = False) -> ProcessGroups:
@@ -76,7 +76,7 @@ class ProcessGroups:
         """The ranks that count together, since they have different microbatches; None: each alone."""
         if self.dp_cp is not None:
             return self.dp_cp
-        return None if self.counts_alone else self.dp
+        return None if self.is_end_counted else self.dp
 
     @property
     def spreading_errors(self) -> list[dist.ProcessGroup]:

@@ -22,10 +22,10 @@ def finish_gradients(call: Call, denominator: Tensor) -> None:
 
     finalize = call.config.finalize_model_grads_func or finalize_model_grads
     for chunk in call.chunks:
-        # Without overlap, finalization does it.
+        # Without overlap, finalization starts the reduction itself.
         if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
             chunk.start_grad_sync()
-    # Arguments that the schedule would pass on.
+    # The schedule would pass these of its arguments on.
     names = ("pg_collection", "force_all_reduce")
     options = {name: call.arguments[name] for name in names if call.arguments.get(name)}
     finalize([*call.chunks], denominator, **options)
@@ -33,9 +33,14 @@ def finish_gradients(call: Call, denominator: Tensor) -> None:
 
 @contextlib.contextmanager
 def dividing_by(denominator: Callable[[], Tensor], config: Any) -> Iterator[None]:
-    """Let a schedule divide gradients by the sum of ``denominator()`` over ranks at its end."""
+    """Let a schedule divide gradients by the sum of ``denominator()`` over ranks.
+
+    Args:
+        denominator: this rank's share; called once, after the last microbatch.
+    """
     finalize: Callable[..., Any] = config.finalize_model_grads_func
 
+    # Without ``num_tokens``, the schedule's count of tokens.
     def divide(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
         return finalize(model, denominator(), *args, **kwargs)
 

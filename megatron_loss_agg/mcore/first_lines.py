@@ -42,25 +42,24 @@ def print_first_lines(
         return
     printed.add(kind)
     if is_printing_rank(call):
-        split = hook.split if hook.verified.splits else f"{hook.split} (not verified)"
         rows = [(name, str(value)) for name, value in hook.settings.items()]
         if hook.also:
             rows.append(("also", ", ".join(x.label for x in hook.also)))
         factor = hook.verified.factor
-        print(first_lines(call, plans, without_tokens, split, factor, rows), flush=True)
+        lines = first_lines(call, plans, without_tokens, _split_in_words(hook), factor, rows)
+        print(lines, flush=True)
         warn_of_restarting_ids(plans)
 
 
-def print_first_lines_of_stream(hook: LossHook, call: Call, denominator: float) -> None:
-    """Print once, for a step with tokens that was counted at its end."""
+def print_end_counted_lines(hook: LossHook, call: Call, denominator: float) -> None:
+    """Print the lines of the first step with tokens that was counted at its end."""
     if not is_printing_rank(call):
         return
     formulas = {name: formula(term.aggregation) for name, term in call.terms.items()}
     title, rows = title_and_weights(call.terms, formulas)
     rows.append(("step", f"counted at its end; the denominator of this one is {denominator:.10g}"))
     if call.groups.cp_size > 1:
-        split = hook.split if hook.verified.splits else f"{hook.split} (not verified)"
-        rows.append(("split", f"{split}, over context-parallel ranks"))
+        rows.append(("split", f"{_split_in_words(hook)}, over context-parallel ranks"))
     rows += [(name, str(value)) for name, value in hook.settings.items()]
     rows.append(("measured", factor_in_words(hook.verified.factor)))
     print(in_lines(title, rows), flush=True)
@@ -117,6 +116,10 @@ def factor_in_words(factor: float | None) -> str:
     if factor is None:
         return "gradients are not measured, but trusted"
     return f"gradients are {factor:.6f} times the planned ones"
+
+
+def _split_in_words(hook: LossHook) -> str:
+    return hook.split if hook.verified.splits else f"{hook.split} (not verified)"
 
 
 def _microbatches(call: Call, plan: StepPlan) -> str:

@@ -44,7 +44,7 @@ class ScriptLosses:
     is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
     stock_loss: Any = None  # the loss that a stock loss function returned
     has_token_count: bool = False  # beside the stock loss, which is then a sum, not a mean
-    decides_masks: bool = False  # see `token_loss.MaskedLosses`
+    has_decided_masks: bool = False  # see `token_loss.MaskedLosses`
 
 
 class LossFunction:
@@ -83,7 +83,7 @@ def script_losses(
             report=functools.reduce(merged_reports, (part.report for part in parts), {}),
             further_reports=[x for part in parts for x in part.further_reports],
             is_gathered=any(part.is_gathered for part in parts),
-            decides_masks=any(part.decides_masks for part in parts),
+            has_decided_masks=any(part.has_decided_masks for part in parts),
         )
     if isinstance(loss_function, LossFunction):
         return loss_function.script_losses(call, plans, i, output)

@@ -31,8 +31,8 @@ from megatron_loss_agg.mcore.step import Step, Verified
 from megatron_loss_agg.mcore.stream import (
     EndCountedStep,
     Stream,
-    check_streamed,
-    saying_that_gradients_are_partial,
+    check_end_counted,
+    warning_of_partial_gradients,
 )
 from megatron_loss_agg.mcore.token_loss import hooks
 from megatron_loss_agg.microbatch import TermMicrobatches, listed
@@ -168,7 +168,7 @@ class LossHook:
         self.settings = dict(settings or {})
         self._open_step: Step | Stream | None = None
         if count == "end":
-            check_streamed(self)
+            check_end_counted(self)
             if read_step is not None or prefetch:
                 raise OptionError(
                     "count 'end' draws no batch ahead, got read_step or prefetch. Drop it, or choose "
@@ -246,7 +246,7 @@ class LossHook:
         """Make all training calls inside one optimizer step that is counted as it trains:
 
             with hook.stream():
-                for batches in arriving:  # as many as come, also none, other ones on each rank
+                for batches in arriving:  # as many as come, also none; each rank has its own
                     forward_backward(data_iterator=iter(batches), num_microbatches=len(batches), ...)
             optimizer.step()
 
@@ -262,7 +262,7 @@ class LossHook:
         mode ``sum`` the reported loss is infinite if the first data-parallel rank makes no call.
 
         Args:
-            model: that of the schedule; a rank needs it if it makes no call.
+            model: the schedule's argument; a rank needs it if it makes no call.
             pg_collection: likewise, if the schedule gets one.
 
         Raises:
@@ -274,7 +274,7 @@ class LossHook:
         arguments = {"model": model, "pg_collection": pg_collection}
         self._open_step = stream = Stream(self, arguments)
         try:
-            with saying_that_gradients_are_partial():
+            with warning_of_partial_gradients():
                 yield
                 self._open_step = None
                 stream.finish()

@@ -95,7 +95,7 @@ class StreamScale(MegatronScale):
     all denominators, in place of its count of tokens.
 
     Attributes:
-        denominator: that of the microbatch's part, see `stream.Part`.
+        denominator: that of the microbatch's part, times `stream.denominator_factor`.
     """
 
     def inverse(self, total_tokens: int) -> float:

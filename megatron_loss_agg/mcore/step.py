@@ -83,15 +83,15 @@ class Verified:
     printed: set[str] = field(default_factory=set)  # kinds of calls with first lines in the log
     # By model, since Megatron's scaling depends on its data-parallel wrapper; and by kind of call,
     # since an evaluation may have other data and another loss function than training, and a step that
-    # is counted at its end is scaled otherwise.
+    # is counted at its end is scaled differently.
     _runs: WeakKeyDictionary[Any, set[tuple[bool, bool]]] = field(default_factory=WeakKeyDictionary)
 
     def has_run(self, call: Call) -> bool:
         """Whether a step, or an evaluation, of this model has passed all checks."""
-        return (call.trains, call.groups.counts_alone) in self._runs.get(call.chunks[0], ())
+        return (call.trains, call.groups.is_end_counted) in self._runs.get(call.chunks[0], ())
 
     def add_run(self, call: Call) -> None:
-        kind = call.trains, call.groups.counts_alone
+        kind = call.trains, call.groups.is_end_counted
         self._runs.setdefault(call.chunks[0], set()).add(kind)
 
     def split_matters(self, call: Call) -> bool:
@@ -439,6 +439,7 @@ class Step:
                 hook.verified.add_run(call)
 
     def _check_losses(self, call: Call) -> None:
+        """Compare the losses with the plan; on other stages, wait for the result in the first step."""
         plans = self.plans
         # In the first step alone: it is the one in which mistakes show, and later ones should not
         # make ranks wait for each other.

@@ -1,4 +1,4 @@
-"""A step that is counted as it trains: its denominator is known at its end.
+"""A step that is counted as it trains: its denominator is known only at its end.
 
 The samples of a step may be counted in parts, each by itself, wherever and whenever they train. With
 the loss ``L_p`` of part ``p`` and its denominator ``N_p``, such as its number of prompts, the loss of
@@ -20,7 +20,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,7 @@ from megatron_loss_agg.mcore.checks.before import (
 from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
 from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
-from megatron_loss_agg.mcore.first_lines import print_first_lines_of_stream
+from megatron_loss_agg.mcore.first_lines import print_end_counted_lines
 from megatron_loss_agg.mcore.forward_step import (
     Report,
     ScriptLosses,
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
 _ANOTHER_RANK_FAILED = (
     "another rank failed while counting the step. Fix the error of that rank first."
 )
-_LARGE = 2.0**20
-"""Multiplies all denominators, which may be small, since Megatron takes less than 1 token for 1."""
+_DENOMINATOR_FACTOR = 2.0**20
+"""Keeps the sum of small denominators above 1, since Megatron divides by at least 1."""
 
 
 class Part(Step):
@@ -75,22 +75,24 @@ class Part(Step):
 
     def __init__(self, hook: LossHook, key: int) -> None:
         super().__init__(hook)
-        self.key = key  # of the part among those of this rank
+        # Index of the call (`EndCountedStep`: of the microbatch) times 2**32; of a part with a decided
+        # mask, 1 + its microbatch is added.
+        self.key = key
         self.empty_step = "train"  # the step may have tokens in other parts
-        self.decided: dict[int, Part] = {}  # by microbatch, those whose loss has decided its mask
-        self._exceeds: list[Tensor] = []  # bool: a decided mask is larger than that of the batch
+        self.decided: dict[int, Part] = {}  # by microbatch, if its loss has decided the mask
+        self._is_too_large: list[Tensor] = []  # of decided masks: outside 0 to the batch's
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Itself; or the part of each microbatch, if the losses have decided masks."""
+        """This part alone; or one for each microbatch, if the losses have decided masks."""
         return [*self.decided.values()] or [self]
 
     def _aggregated(self, call: Call, plans: Plans, i: int, *script: Any) -> tuple[Any, ...]:
         results = super()._aggregated(call, plans, i, *script)
-        # Keys of the first part: its own, and that of its first microbatch as a part of its own.
-        is_first = self.key <= 1 and dist.get_rank(call.groups.dp) == 0
-        if not is_first and _is_sum(first_aggregation(call)):
-            # The denominator of a sum is 1, and counts once.
+        # Key 0 is the first part; key 1 is its first microbatch, with a decided mask.
+        is_first_part = self.key <= 1 and dist.get_rank(call.groups.dp) == 0
+        if not is_first_part and _is_sum(first_aggregation(call)):
+            # The denominator of a sum is 1 for the whole step: the first part alone reports it.
             for name in ("loss", *(f"{x} loss" for x in plans)):
                 if name in results[-1]:
                     results[-1][name][1] = 0
@@ -105,11 +107,11 @@ class Part(Step):
         sums: Mapping[str, Tensor],
     ) -> dict[str, Any]:
         if script.further_reports:
-            # They get weights that only the denominator of the step must divide, so that means by
-            # weight are right.
+            # Without the part's denominator, since a mean over several parts needs weights that lack
+            # the same one: that of the step.
             weights = {name: call.scale.denominator * x for name, x in weights.items()}
             further = [
-                (functools.partial(_without_sums, report), names)
+                (functools.partial(_reported_means, report), names)
                 for report, names in script.further_reports
             ]
             script = replace(script, further_reports=further)
@@ -119,7 +121,7 @@ class Part(Step):
         self, call: Call, plans: Plans, i: int, loss_function: Any, output: Any
     ) -> tuple[Any, ...]:
         script = script_losses(call, plans, i, loss_function, output)
-        if not script.decides_masks:
+        if not script.has_decided_masks:
             return self._aggregated(call, plans, i, script, loss_function, output)
         self._note_read_masks(plans, i, script)
         part = self.decided[i] = self._decided_part(call, plans, i, script)
@@ -128,7 +130,7 @@ class Part(Step):
         return part._aggregated(call, part.plans, 0, script, loss_function, output)
 
     def _note_read_masks(self, plans: Plans, i: int, script: ScriptLosses) -> None:
-        """Note the batch's masks for the comparison with the counted ones, and the decided ones."""
+        """Note the batch's masks, to compare with the counted ones, and decided masks above them."""
         self.sums[i] = []
         if script.is_gathered:
             self.gathered.add(i)
@@ -141,7 +143,7 @@ class Part(Step):
             note = note_sums(samples, plans[name], i, read, weights, self.is_first)
             self.sums[i].append(note)
             mask, read_mask = term.mask.reshape(-1), read_mask.reshape(-1)
-            self._exceeds.append(((mask > read_mask) | ~(mask >= 0)).any())
+            self._is_too_large.append(((mask > read_mask) | ~(mask >= 0)).any())
 
     def _decided_part(self, call: Call, plans: Plans, i: int, script: ScriptLosses) -> Part:
         """Microbatch ``i`` as a part of its own, with the masks that its loss has decided."""
@@ -160,34 +162,42 @@ class Part(Step):
     def _decided_counts(
         self, call: Call, name: str, i: int, term: TermLosses
     ) -> tuple[Tensor, int, Tensor | None]:
-        """Over all context-parallel ranks, on the CPU, for `recounted`: mask sums, fp64 [samples]; the
-        number of active tokens; and rejected samples. Waits for the device.
+        """The counts of microbatch ``i`` for `recounted`, over all context-parallel ranks.
+
+        Waits for the device.
+
+        Returns:
+            mask sums, fp64 [samples]; the number of active tokens; rejected samples, if any can be.
         """
         samples, plan = self.samples[name].in_microbatch(i, term), (self.plans or {})[name]
-        mask, number = term.mask.double().reshape(-1), plan.sizes[i]
+        mask, num_samples = term.mask.double().reshape(-1), plan.sizes[i]
         sums = sums_of_samples(mask, plan.shapes[i], samples.starts)
-        rejected = sums.new_zeros(number) if term.rejected is None else term.rejected.to(sums)
-        if rejected.shape != (number,):
+        rejected = sums.new_zeros(num_samples) if term.rejected is None else term.rejected.to(sums)
+        if rejected.shape != (num_samples,):
             raise DataError(
-                f"rejected of MaskedLosses must be bool [samples], of the {number} samples of the "
+                f"rejected of MaskedLosses must be bool [samples], of the {num_samples} samples of the "
                 f"microbatch, got shape {tuple(rejected.shape)}. Give one for each sample."
             )
         counts = torch.cat([sums, (mask != 0).sum().to(sums).view(1), rejected])
         counts_by_rank = all_gather(counts, call.groups.cp)
-        same = counts_by_rank if term.is_whole else counts_by_rank[:, number + 1 :]
-        if not torch.allclose(same, same[:1].expand_as(same)):
+        # A rank that has a part of the tokens has sums of its own.
+        equal = counts_by_rank if term.is_whole else counts_by_rank[:, num_samples + 1 :]
+        if not torch.allclose(equal, equal[:1].expand_as(equal)):
             raise DataError(
                 "all context-parallel ranks must decide the same rejected samples, and the same mask "
                 "for gathered losses, got different ones. Decide them from all tokens of a sample: "
                 "TokenLoss(gather=), SampleLoss(per_token=), or sums over these ranks."
             )
         counts = counts_by_rank[0] if term.is_whole else counts_by_rank.sum(dim=0)
-        is_rejected = None if term.rejected is None else counts_by_rank[0, number + 1 :].bool()
-        return counts[:number], int(counts[number]), is_rejected
+        if term.rejected is None:
+            return counts[:num_samples], int(counts[num_samples]), None
+        is_rejected = counts_by_rank[0, num_samples + 1 :].bool()
+        return counts[:num_samples], int(counts[num_samples]), is_rejected
 
     def _check_number_of_losses(self, plans: Plans) -> None:
         super()._check_number_of_losses(plans)
-        # Not in `_compare`, whose errors may be warnings: the denominator would lack the others.
+        # Not in `_compare`, since mismatch="warn" lets its errors pass, and the denominator would lack
+        # the microbatches without a decided mask.
         if self.decided and len(self.decided) != len(plan_of_first_term(plans).sizes):
             raise DataError(
                 "the losses of all microbatches of a call must decide their masks, or of none, got "
@@ -196,7 +206,7 @@ class Part(Step):
 
     def _compare(self, call: Call, plans: Plans) -> None:
         super()._compare(call, plans)
-        if self._exceeds and bool(torch.stack(self._exceeds).any()):
+        if self._is_too_large and bool(torch.stack(self._is_too_large).any()):
             raise DataError(
                 "a mask that the loss decides must be from 0 to the loss_mask of its TokenLoss (or to "
                 "1, of a sample), got values outside. Give the largest mask as loss_mask, and in the "
@@ -204,8 +214,8 @@ class Part(Step):
             )
 
 
-def _without_sums(report: Report, losses: Any, weights: Any) -> Mapping[str, Any]:
-    """The result of a script's report function; DataError for sums, which cannot be divided later."""
+def _reported_means(report: Report, losses: Any, weights: Any) -> Mapping[str, Any]:
+    """The result of a script's report function; DataError for sums, since nobody divides them later."""
     metrics = report_mapping(report(losses, weights))
     names = [name for name, x in metrics.items() if isinstance(x, Sum)]
     if names:
@@ -227,6 +237,7 @@ class StreamedCall(Part):
             self.tokens = TokenNotes(self.is_first, self.hook.verified.splits)
         self.plans = plans = self._plan(call)
         self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
+        # Terms with different denominators fail here, on the last stage alone.
         groups = [call.groups.split_group, call.groups.pp]
         with failing_together(groups, _ANOTHER_RANK_FAILED, when=self.is_first):
             call = with_denominator(call, plans)
@@ -237,11 +248,11 @@ class StreamedCall(Part):
         return result
 
     def _fetch_next(self, call: Call) -> None:
-        """Nothing: the next call may have another number of microbatches."""
+        """Do nothing, since the next call may have another number of microbatches."""
 
 
 class Stream:
-    """An optimizer step of a hook: calls of the schedule whose number is not known before.
+    """An optimizer step of any number of calls of the schedule, different on each rank.
 
     Args:
         arguments: of the schedule, for a rank that makes no call: its ``model``, and its
@@ -249,7 +260,7 @@ class Stream:
     """
 
     def __init__(self, hook: LossHook, arguments: Mapping[str, Any]) -> None:
-        check_streamed(hook)
+        check_end_counted(hook)
         self.hook = hook
         self._arguments = arguments
         self._calls: list[StreamedCall] = []
@@ -263,7 +274,7 @@ class Stream:
                 "all calls of a stream must train one model, since its end divides one, got "
                 "another. Make a LossHook for each model."
             )
-        self._call = call = streamed(call, ends_step=False)
+        self._call = call = end_counted(call, ends_step=False)
         check_model(call)
         part = StreamedCall(self.hook, key=len(self._calls) << 32)
         self._calls.append(part)
@@ -275,7 +286,7 @@ class Stream:
 
     def finish(self) -> None:
         """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
-        hook, call = self.hook, self._call or self._made_call()
+        hook, call = self.hook, self._call or self._call_from_arguments()
         check_model(call)
         if self._has_failed:
             raise DataError(
@@ -294,8 +305,8 @@ class Stream:
         check_total(call, total)
         end_step(hook, call, total, is_empty)
 
-    def _made_call(self) -> Call:
-        """A call as this rank would make it, which gives its process groups."""
+    def _call_from_arguments(self) -> Call:
+        """The call of a rank that makes none: `finish` needs its process groups and its model."""
         if self._arguments.get("model") is None:
             raise DataError(
                 "a rank that makes no call in a stream must give its model, got none. Write "
@@ -304,7 +315,7 @@ class Stream:
         names = ("forward_step_func", "data_iterator")
         arguments = {**dict.fromkeys(names), "num_microbatches": 1, **self._arguments}
         hook = self.hook
-        return streamed(Call.of(arguments, hook.terms, hook.split), ends_step=False)
+        return end_counted(Call.of(arguments, hook.terms, hook.split), ends_step=False)
 
 
 class EndCountedStep(Step):
@@ -312,7 +323,7 @@ class EndCountedStep(Step):
 
     def run(self, schedule: Callable[..., Any], call: Call) -> Any:
         hook, groups = self.hook, call.groups
-        call = streamed(call, ends_step=True)
+        call = end_counted(call, ends_step=True)
         check_model(call)
         self._check_before(call)
         self.parts: list[Part] = []
@@ -320,6 +331,7 @@ class EndCountedStep(Step):
         if groups.reads_data:
             self.iterator = BatchReader(call.data_iterator, hook.read_batch)
 
+        # Called by finalization, when all microbatches are counted.
         def denominator() -> Tensor:
             self.tally = Tally.of(call, [x for part in self.parts for x in part.parts])
             self._total = self.tally.on_device(call)
@@ -332,7 +344,7 @@ class EndCountedStep(Step):
         return result
 
     def _fetch_next(self, call: Call) -> None:
-        """Nothing: no batch is drawn before its forward step."""
+        """Do nothing, since no batch is drawn before its forward step."""
 
     def _forward_step(self, call: Call) -> Callable[..., Any]:
         """The script's forward step, after which its microbatch is counted."""
@@ -366,7 +378,7 @@ class EndCountedStep(Step):
         return forward_step
 
     def _check_after(self, call: Call) -> None:
-        """As that of `Step`, for each part; and of the whole step, over all ranks."""
+        """Check each part as `Step` does, and the step over all ranks."""
         groups = call.groups
         model_groups = [groups.tp, groups.cp, groups.pp, groups.dp]
         with failing_together(model_groups, _ANOTHER_RANK_FAILED, when=self.is_first):
@@ -381,12 +393,13 @@ class EndCountedStep(Step):
 
 @dataclass(frozen=True)
 class Tally:
-    """What this rank adds to the counts of a step: sums over its parts."""
+    """This rank's contribution to the counts of a step, summed over its parts."""
 
-    denominator: float  # this rank's share, in Megatron's units
+    denominator: float  # times `denominator_factor`
     has_tokens: bool
-    # int64 [3, groups]: number of the unit, id and key of the part, of each group that must be whole.
-    groups: Tensor = field(default_factory=lambda: torch.zeros(3, 0, dtype=torch.int64))
+    # int64 [3, groups]: of each group that must be whole, the index of its unit (`_compared_units`),
+    # its id, and the key of its part.
+    groups: Tensor
 
     @classmethod
     def of(cls, call: Call, parts: Sequence[Part]) -> Tally:
@@ -394,27 +407,28 @@ class Tally:
         denominator = sum(map(common_denominator, plans))
         if _is_sum(first_aggregation(call)):
             denominator = float(dist.get_rank(call.groups.dp) == 0)
-        columns = [_groups_of_part(call, part.plans, part.key) for part in parts if part.plans]
+        columns = [_part_groups(call, part.plans, part.key) for part in parts if part.plans]
         # Context-parallel ranks have the same denominator: the first of them gives it.
-        is_first = call.groups.is_last_stage and call.groups.cp_rank == 0
+        is_first_cp_rank = call.groups.is_last_stage and call.groups.cp_rank == 0
         return cls(
-            denominator * large(call) if is_first else 0.0,
+            denominator * denominator_factor(call) if is_first_cp_rank else 0.0,
             any(not is_empty(call, x) for x in plans),
             torch.cat([torch.zeros(3, 0, dtype=torch.int64), *columns], dim=1),
         )
 
     def on_device(self, call: Call) -> Tensor:
-        """The denominator as Megatron's finalization takes it: of one type on every stage."""
+        """The denominator for Megatron's finalization, of the same type on every stage."""
         device = next(call.chunks[0].parameters()).device
         return torch.tensor(self.denominator, dtype=torch.float64, device=device)
 
     def compare(self, call: Call, when: bool) -> bool:
-        """Raise DataError if a group has samples in two parts of the step; True if it has no token.
-
-        All ranks call.
+        """Raise DataError if a group has samples in two parts of the step. All ranks call.
 
         Args:
-            when: the same on all ranks; if False, nothing is compared.
+            when: the same on all ranks; if False, nothing is compared, and the result is False.
+
+        Returns:
+            True if the step has no token.
         """
         if not when:
             return False
@@ -425,22 +439,22 @@ class Tally:
         return any_rank(is_empty, groups.pp)  # other stages have no counts
 
     def _compare(self, call: Call) -> bool:
-        group, number = call.groups.dp, self.groups.shape[1]
-        headers = all_gather(torch.tensor([self.has_tokens, number]), group)
+        dp, num_groups = call.groups.dp, self.groups.shape[1]
+        headers = all_gather(torch.tensor([self.has_tokens, num_groups]), dp)
         most = int(headers[:, 1].max())
         if most:
-            row = torch.nn.functional.pad(self.groups, (0, most - number))
-            rows = all_gather(row.reshape(-1), group).view(-1, 3, most)
+            row = torch.nn.functional.pad(self.groups, (0, most - num_groups))
+            rows = all_gather(row.reshape(-1), dp).view(-1, 3, most)
             _check_whole(call, rows, headers[:, 1])
         return not bool(headers[:, 0].any())
 
 
-def streamed(call: Call, ends_step: bool) -> Call:
-    """``call`` as one whose samples are counted alone, and scaled at the end of the step."""
+def end_counted(call: Call, ends_step: bool) -> Call:
+    """``call`` in a step that is counted, and divided by its denominator, at its end."""
     scale = call.scale
     return replace(
         call,
-        groups=replace(call.groups, counts_alone=True),
+        groups=replace(call.groups, is_end_counted=True),
         scale=StreamScale(
             scale.num_microbatches, scale.data_parallel_size, scale.per_token, scale.normalized
         ),
@@ -452,13 +466,13 @@ def with_denominator(call: Call, plans: Plans | None) -> Call:
     """``call`` for the losses of the part with these plans."""
     if plans is None:
         return call
-    denominator = common_denominator(plans) * large(call)
+    denominator = common_denominator(plans) * denominator_factor(call)
     return replace(call, scale=replace(call.scale, denominator=denominator))
 
 
-def large(call: Call) -> float:
-    """See `_LARGE`; 1 in fp16, whose range the sums of gradients need."""
-    return 1.0 if getattr(call.config, "fp16", False) else _LARGE
+def denominator_factor(call: Call) -> float:
+    """Factor on all denominators of a step; 1 in fp16, whose range the sums of gradients need."""
+    return 1.0 if getattr(call.config, "fp16", False) else _DENOMINATOR_FACTOR
 
 
 def common_denominator(plans: Plans) -> float:
@@ -478,7 +492,7 @@ def first_aggregation(call: Call) -> LossAggregation:
     return next(iter(call.terms.values())).aggregation
 
 
-def check_streamed(hook: LossHook) -> None:
+def check_end_counted(hook: LossHook) -> None:
     """Raise OptionError unless a step of these terms and options can be counted at its end."""
     for name, term in hook.terms.items():
         agg = term.aggregation
@@ -514,13 +528,13 @@ def check_model(call: Call) -> None:
     """Raise HostError for a model whose gradients cannot be divided at the end of the step."""
     bases = {base.__name__ for chunk in call.chunks for base in type(chunk).__mro__}
     config = call.config
-    weighs_routers = getattr(config, "num_moe_experts", None) and (
+    has_router_losses = getattr(config, "num_moe_experts", None) and (
         getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", 0)
     )
     reason = None
     if any("FullyShardedDataParallel" in name for name in bases):
         reason = "Megatron's FSDP reduces gradients in every backward pass"
-    elif weighs_routers:
+    elif has_router_losses:
         reason = (
             "Megatron scales losses of routers (--moe-aux-loss-coeff, --moe-z-loss-coeff) by itself"
         )
@@ -542,9 +556,10 @@ def check_model(call: Call) -> None:
 def check_total(call: Call, total: Tensor) -> None:
     """Raise DataError for a sum of denominators that Megatron takes for 1."""
     if 0 < float(total) < 1:
+        factor = denominator_factor(call)
         raise DataError(
-            f"the denominator of the step must be at least {1 / large(call):.3g}, got "
-            f"{float(total) / large(call):.3g}. Give masks and sample_weights that are larger "
+            f"the denominator of the step must be at least {1 / factor:.3g}, got "
+            f"{float(total) / factor:.3g}. Give masks and sample_weights that are larger "
             "by a constant, or train in bf16."
         )
 
@@ -552,7 +567,7 @@ def check_total(call: Call, total: Tensor) -> None:
 def end_step(hook: LossHook, call: Call, total: Tensor, is_empty: bool) -> None:
     """Note that the step has ended, on every rank; raise DataError for a forbidden empty one."""
     if not hook.verified.has_run(call) and not is_empty:
-        print_first_lines_of_stream(hook, call, float(total) / large(call))
+        print_end_counted_lines(hook, call, float(total) / denominator_factor(call))
         hook.verified.add_run(call)
     if is_empty and hook.empty_step == "error":
         raise DataError(
@@ -564,8 +579,8 @@ def end_step(hook: LossHook, call: Call, total: Tensor, is_empty: bool) -> None:
 
 def must_compare(hook: LossHook, is_first: bool) -> bool:
     """Whether ranks compare their counts at the end of a step; the same on all of them."""
-    by_id = any(_ids_of_whole_groups(x.aggregation) for x in hook.terms.values())
-    return is_first or by_id or hook.empty_step != "train"
+    has_ids = any(_whole_units_by_id(x.aggregation) for x in hook.terms.values())
+    return is_first or has_ids or hook.empty_step != "train"
 
 
 def _is_sum(agg: LossAggregation) -> bool:
@@ -579,7 +594,8 @@ def _whole_units(agg: LossAggregation) -> list[Unit]:
     return sorted(str(unit) for unit in units)
 
 
-def _ids_of_whole_groups(agg: LossAggregation) -> list[Unit]:
+def _whole_units_by_id(agg: LossAggregation) -> list[Unit]:
+    """Those of `_whole_units` whose groups are read as ids: others cannot be in two parts."""
     return [unit for unit in _whole_units(agg) if unit in agg.by_id]
 
 
@@ -596,64 +612,66 @@ def _denominator_in_words(agg: LossAggregation) -> str:
     return f"{counted} ({', '.join(rules)})"
 
 
-def _groups_of_part(call: Call, plans: Plans, key: int) -> Tensor:
-    """int64 [3, groups]: as in `Tally.groups`, of one part."""
+def _part_groups(call: Call, plans: Plans, key: int) -> Tensor:
+    """The columns of one part in `Tally.groups`."""
     columns = [torch.zeros(3, 0, dtype=torch.int64)]
-    for number, unit in enumerate(_units_by_id(call)):
-        # Those of all terms, since each may have samples of its own.
-        terms = [x for x in plans if unit in _ids_of_whole_groups(call.terms[x].aggregation)]
+    for index, unit in enumerate(_compared_units(call)):
+        # Ids of all terms, since each may have samples of its own.
+        terms = [x for x in plans if unit in _whole_units_by_id(call.terms[x].aggregation)]
         ids = torch.cat([plans[name].ids_S[unit] for name in terms]).unique()
-        columns.append(torch.stack([torch.full_like(ids, number), ids, torch.full_like(ids, key)]))
+        columns.append(torch.stack([torch.full_like(ids, index), ids, torch.full_like(ids, key)]))
     return torch.cat(columns, dim=1)
 
 
-def _units_by_id(call: Call) -> list[Unit]:
-    """The units whose groups must be whole, and are told by ids."""
+def _compared_units(call: Call) -> list[Unit]:
+    """The units of all terms whose groups are compared by id at the end of the step."""
     terms = call.terms.values()
-    return sorted({unit for x in terms for unit in _ids_of_whole_groups(x.aggregation)})
+    return sorted({unit for x in terms for unit in _whole_units_by_id(x.aggregation)})
 
 
-def _check_whole(call: Call, rows: Tensor, numbers: Tensor) -> None:
+def _check_whole(call: Call, rows: Tensor, num_groups: Tensor) -> None:
     """Raise DataError if the same group of a unit is in two parts.
 
     Args:
         rows: int64 [ranks, 3, most groups], see `Tally.groups`.
-        numbers: int64 [ranks]: groups of each rank.
+        num_groups: int64 [ranks]: groups of each rank.
     """
     ranks, _, most = rows.shape
-    is_group = torch.arange(most) < numbers.view(-1, 1)
+    is_group = torch.arange(most) < num_groups.view(-1, 1)
     rank = torch.arange(ranks).view(-1, 1).expand(ranks, most)
-    number, group, key = rows.unbind(1)
-    table = torch.stack([number, group, rank, key], dim=-1)[is_group].unique(dim=0)
+    unit_index, id_, key = rows.unbind(1)
+    # Sorted, so that two parts with the same group are neighbours.
+    table = torch.stack([unit_index, id_, rank, key], dim=-1)[is_group].unique(dim=0)
     is_same = (table[1:, :2] == table[:-1, :2]).all(dim=1)
     if not bool(is_same.any()):
         return
     first = int(is_same.nonzero()[0])
-    (unit_number, id_, *one), (_, _, *other) = table[first : first + 2].tolist()
-    unit = _units_by_id(call)[unit_number]
+    (index, group_id, *one), (_, _, *other) = table[first : first + 2].tolist()
+    unit = _compared_units(call)[index]
     raise DataError(
         f"each {unit} of a step that is counted at its end must be whole in one of its parts, got the "
-        f"{unit} {id_} in {_part_in_words(*one)} and in {_part_in_words(*other)}. Give all of its "
+        f"{unit} {group_id} in {_part_in_words(*one)} and in {_part_in_words(*other)}. Give all of its "
         "samples to one call (with MaskedLosses, or --loss-aggregation-count end, to one microbatch), "
         f"and ids that are unique over the step ('{unit}_ids')."
     )
 
 
 def _part_in_words(rank: int, key: int) -> str:
+    """The part with this `Part.key`."""
     part, microbatch = key >> 32, key & (2**32 - 1)
     where = f"part {part}" if not microbatch else f"microbatch {microbatch - 1} of part {part}"
     return f"{where} of data-parallel rank {rank}"
 
 
 @contextlib.contextmanager
-def saying_that_gradients_are_partial() -> Iterator[None]:
+def warning_of_partial_gradients() -> Iterator[None]:
     """Say on an exception that the gradients of the step cannot be used."""
     try:
         yield
     except BaseException:
         print(
-            "megatron_loss_agg: hook.stream was left by an exception: its gradients are not reduced or "
-            "divided. Zero them before the next step.",
+            "megatron_loss_agg: hook.stream was left by an exception: its gradients cannot be used. "
+            "Zero them before the next step.",
             file=sys.stderr,
             flush=True,
         )

@@ -49,8 +49,8 @@ class MaskedLosses:
 
     Args:
         losses: as ``compute`` returns them.
-        mask: in the form of the losses: at most the ``loss_mask`` of a `TokenLoss`, which tells the
-            samples; 0 to 1 for each sample of a `SampleLoss`. None: as it was.
+        mask: in the form of the losses: at most the ``loss_mask`` of the `TokenLoss`; 0 to 1 for each
+            sample of a `SampleLoss`. None: as it was.
         rejected: bool [samples], of the whole microbatch, and the same on all of its context-parallel
             ranks: further samples that do not count. The aggregation's ``rejected`` says whether they
             stay in the denominators.
@@ -60,9 +60,9 @@ class MaskedLosses:
     mask: Losses | None = None
     rejected: Tensor | None = None
 
-    def applied(self, script: ScriptLosses, call: Call) -> ScriptLosses:
+    def applied_to(self, script: ScriptLosses, call: Call) -> ScriptLosses:
         """``script`` with these masks; raises DataError in a step that was counted before."""
-        if not call.groups.counts_alone:
+        if not call.groups.is_end_counted:
             raise DataError(
                 "a mask that the loss decides needs a step that is counted at its end, got one that was "
                 "counted before. Train in hook.stream() (or with --loss-aggregation-count end, "
@@ -81,7 +81,7 @@ class MaskedLosses:
             mask = term.mask if masks[name] is None else constant_mask(masks[name])
             check_one_loss_per_token(term.losses, mask, "MaskedLosses")
             terms[name] = replace(term, mask=mask, read_mask=term.mask, rejected=self.rejected)
-        return replace(script, terms=terms, decides_masks=True)
+        return replace(script, terms=terms, has_decided_masks=True)
 
 
 class TokenLoss(LossFunction):
@@ -178,7 +178,7 @@ class TokenLoss(LossFunction):
             terms[name] = TermLosses(term_losses, mask, is_whole)
         further = _further_reports(self.report, terms)
         script = ScriptLosses(terms, report, further, is_gathered=is_whole)
-        return computed.applied(script, call) if isinstance(computed, MaskedLosses) else script
+        return computed.applied_to(script, call) if isinstance(computed, MaskedLosses) else script
 
 
 class SampleLoss(LossFunction):
@@ -276,7 +276,7 @@ class SampleLoss(LossFunction):
             )
             terms[name] = TermLosses(sample_losses, ones, True, sequence_mask_sum)
         script = ScriptLosses(terms, report, _further_reports(self.report, terms))
-        return computed.applied(script, call) if isinstance(computed, MaskedLosses) else script
+        return computed.applied_to(script, call) if isinstance(computed, MaskedLosses) else script
 
 
 def _needs_hook(loss_function: str) -> HostError:

@@ -360,8 +360,8 @@ def left_by_an_error() -> tuple[str | None, str, str | None]:
     return error, printed.getvalue(), error_of(stream, False)
 
 
-def test_an_exception_inside_says_that_gradients_are_not_divided() -> None:
+def test_an_exception_inside_says_that_gradients_cannot_be_used() -> None:
     for error, printed, after in run_host_ranks(left_by_an_error, 2):
         assert error == "KeyError: 'a lost group'"
-        assert "its gradients are not reduced or divided" in printed
+        assert "its gradients cannot be used" in printed
         assert after is None

@@ -123,7 +123,7 @@ def _gradients(
     total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
     # In a step that is counted at its end, the loss is divided by a sum of denominators there.
     denominator, denominators = torch.zeros((), dtype=torch.float64), 1.0
-    if call.groups.counts_alone:
+    if call.groups.is_end_counted:
         ranks, rank = dist.get_world_size(call.groups.dp), dist.get_rank(call.groups.dp)
         denominators = float(ranks * (ranks + 1))
         if call.groups.cp_rank == 0:
@@ -143,11 +143,11 @@ def _gradients(
     if hasattr(model, "zero_grad_buffer"):
         model.zero_grad_buffer()
     denominator = denominator.to(next(model.parameters()).device)
-    counts_alone, reduces = call.groups.counts_alone, call.ends_step
+    is_end_counted, reduces = call.groups.is_end_counted, call.ends_step
     with contextlib.ExitStack() as stack:
-        if counts_alone and reduces:
+        if is_end_counted and reduces:
             stack.enter_context(dividing_by(lambda: denominator, config))
-        elif counts_alone:
+        elif is_end_counted:
             stack.enter_context(without_reduction([model], config))
         original(forward_backward_no_pipelining)(
             forward_step_func=forward_step,
@@ -159,7 +159,7 @@ def _gradients(
             forward_only=False,
             **({} if call.pg_collection is None else {"pg_collection": call.pg_collection}),
         )
-    if counts_alone and not reduces:
+    if is_end_counted and not reduces:
         finish_gradients(replace(call, chunks=(model,), config=config), denominator)
     return _reduced(model)
 
