@@ -288,11 +288,14 @@ class Stream:
         """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
         hook, call = self.hook, self._call or self._call_from_arguments()
         check_model(call)
-        if self._has_failed:
-            raise DataError(
-                "a step must not be finished after one of its calls failed, which left a part of its "
-                "gradients. Leave the block, zero the gradients, and begin the step anew."
-            )
+        groups = call.groups
+        # In every step, since the other replicas do not know of an error that a script has caught.
+        with failing_together([groups.tp, groups.cp, groups.pp, groups.dp], _ANOTHER_RANK_FAILED):
+            if self._has_failed:
+                raise DataError(
+                    "a step must not be finished after one of its calls failed, which left a part of its "
+                    "gradients. Leave the block, zero the gradients, and begin the step anew."
+                )
         is_first = not hook.verified.has_run(call)
         if is_first:
             check_same_on_all_ranks(call, hook.compared_settings())

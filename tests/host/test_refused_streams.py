@@ -227,6 +227,12 @@ ROWS = {
         "DataError: a step must not be finished after one of its calls failed",
         row("sample_mean", run=goes_on_after_an_error),
     ),
+    "a call after one that failed, on one rank": Refusal(
+        "PeerError: another rank failed while counting the step",
+        row("sample_mean"),
+        on_rank={0: "DataError: a step must not be finished after one of its calls failed"},
+        unlike={0: row("sample_mean", run=goes_on_after_an_error)},
+    ),
     "no call and no model": Refusal(
         "DataError: a rank that makes no call in a stream must give its model", row(run=no_call)
     ),
