@@ -293,8 +293,8 @@ class Stream:
         with failing_together([groups.tp, groups.cp, groups.pp, groups.dp], _ANOTHER_RANK_FAILED):
             if self._has_failed:
                 raise DataError(
-                    "a step must not be finished after one of its calls failed, which left a part of its "
-                    "gradients. Leave the block, zero the gradients, and begin the step anew."
+                    "a step must not be finished after one of its calls failed, which left a part of "
+                    "its gradients. Leave the block, zero the gradients, and begin the step anew."
                 )
         is_first = not hook.verified.has_run(call)
         if is_first:
