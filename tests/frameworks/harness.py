@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import os
 import re
 import shutil
@@ -135,11 +134,10 @@ def finding_without_megatron(
         importlib.import_module(module).__version__ = version
     sys.modules["megatron"] = None  # type: ignore[assignment]  # so importing it fails
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        main(["doctor", "--json", "--framework", name])
-    findings = json.loads(printed.getvalue())["findings"]
-    order = ("FAIL", "WARN", "OK")
-    worst = min(findings, key=lambda finding: order.index(finding["level"]))
-    return worst["level"], f"{worst['check']}: {worst['text']}"
+        main(["doctor", "--framework", name])
+    findings = [line.split(maxsplit=2) for line in printed.getvalue().splitlines()]
+    level, check, text = min(findings, key=lambda x: ("FAIL", "WARN", "OK").index(x[0]))
+    return level, f"{check}: {text}"
 
 
 def ignore_padding_masks() -> None:
