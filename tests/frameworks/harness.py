@@ -135,7 +135,7 @@ def finding_without_megatron(
     sys.modules["megatron"] = None  # type: ignore[assignment]  # so importing it fails
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         main(["doctor", "--framework", name])
-    findings = [line.split(maxsplit=2) for line in printed.getvalue().splitlines()]
+    findings = re.findall(r"^(OK|WARN|FAIL) +(\S+) +(.*)", printed.getvalue(), re.MULTILINE)
     level, check, text = min(findings, key=lambda x: ("FAIL", "WARN", "OK").index(x[0]))
     return level, f"{check}: {text}"
 
