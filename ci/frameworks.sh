@@ -41,7 +41,7 @@ megatron=${MEGATRON:+:$(realpath "$MEGATRON")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD$megatron
-core=$("$python" -W ignore -c 'import megatron.core; print(megatron.core.__version__)')
+core=$("$python" -W ignore -c 'import megatron.core; print(megatron.core.__version__.partition("+")[0])')
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
