@@ -143,7 +143,7 @@ def test_policies_of_nemo_rl(
         ("sample_mean", {"ppo_n_minibatches": 2}, True, None),
         ("prompt_mean", {}, True, None),
         ("prompt_mean", {}, False, OptionError),
-        ("token_mean", {"enable_tree_training": True}, True, HostError),
+        ("token_mean", {"enable_tree_training": True}, True, None),
         ("token_mean", {"m2_threshold": 0.1}, True, HostError),
         ("token_mean --loss-aggregation-rejected skip", {}, True, OptionError),
         ("rollout_mean", {}, True, OptionError),

@@ -146,11 +146,12 @@ def _check_fused_cross_entropy(settings: Any) -> None:
 
 
 def _check_indexer_loss(settings: Any) -> None:
+    if not has_indexer_loss(settings):
+        return
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     # The schedules of releases without this field leave the loss as it is in every microbatch.
-    is_scaled = hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func")
-    if has_indexer_loss(settings) and not is_scaled:
+    if not hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func"):
         reason = (
             "Megatron-Core before 0.19 does not average the indexer's loss over microbatches, so its "
             "gradient grows with their number"
