@@ -45,9 +45,8 @@ def _added(results: Results, gpt: Gpt, rounds: int, **options: Any) -> tuple[flo
     """CPU seconds of a stock step, and seconds that the hook adds to it; medians."""
     step = results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
-    for i, batch in enumerate(
-        data
-    ):  # a prompt in each microbatch, as a step counted at its end needs
+    for i, batch in enumerate(data):
+        # One prompt in each microbatch, as a step that is counted at its end needs.
         batch["prompt_ids"] = torch.full_like(batch["prompt_ids"], i)
     stock = Training(False, ddp, step, data).run
     hooked = Training(True, ddp, step, data, **options).run
