@@ -61,7 +61,10 @@ FRAMEWORKS = {
     ),
     "rlinf": Framework(
         *("RLinf", "rlinf", "rlinf", ("a3816b5",)),
-        ((f"from {_OURS}.rlinf import MegatronActor",),),
+        (
+            (f"from {_OURS}.rlinf import MegatronActor", "actor_worker_cls=MegatronActor"),
+            (f"from {_OURS}.rlinf import MegatronActor", "MegatronActor.create_group("),
+        ),
     ),
     "roll": Framework(
         *("ROLL", "roll", "roll", ("8eb27cc",)),

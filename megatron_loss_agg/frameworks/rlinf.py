@@ -35,11 +35,13 @@ with required_release("RLinf", "rlinf", "commit a3816b5 (22 Aug 2026)"):
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 
-# in the training script, in place of `from rlinf.workers.actor.megatron_actor_worker import ...`:
+# in the training script (main_grpo.py), the second in place of `... = get_actor_worker(cfg)`:
 from megatron_loss_agg.frameworks.rlinf import MegatronActor
+actor_worker_cls = MegatronActor
 
-# in the YAML file:
+# in the YAML file; RLinf's examples have 5.0, and some have true:
 algorithm:
+  early_stop_imp_ratio: null
   use_valid_token_scale: false
 """
 

@@ -63,6 +63,9 @@ OTHER_FORMS = {
     "nemo_rl": (
         f"from {OURS}.nemo_rl import (\n    aggregate_losses,\n)\npolicy = aggregate_losses(policy)",
     ),
+    "rlinf": (
+        f"from {OURS}.rlinf import MegatronActor\nactor = MegatronActor.create_group(cfg, placement)",
+    ),
     "skyrl": (
         f"from {OURS}.skyrl import ExactLoss\nclass Exact(ExactLoss, Mine): ...",
         f"trainer.override_entrypoint='{OURS}.skyrl'",
