@@ -227,6 +227,22 @@ def take(case: Case, topology: Topology, chunks: list[Any], hook: Any = None) ->
     return reports
 
 
+def in_calls(
+    sizes: Mapping[int, Sequence[Sequence[int]]], hook: Any, model: Any, step: Call
+) -> list[Any]:
+    """As `Case.run`: the step as a stream of several calls.
+
+    Args:
+        sizes: microbatches of each call, by the number of data-parallel ranks and by rank.
+    """
+    ranks = parallel_state.get_data_parallel_world_size()
+    reports = []
+    with hook.stream():
+        for i, number in enumerate(sizes[ranks][gpt.data_rank()]):
+            reports += step(number, zero_grad=i == 0)
+    return reports
+
+
 def evaluate(
     case: Case,
     calls: Sequence[Places],

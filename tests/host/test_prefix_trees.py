@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.host import gpt
-from tests.host.cases import Case, Expected, assert_exact, covering
+from tests.host.cases import Case, Expected, assert_exact, covering, in_calls
 from tests.host.harness import TOPOLOGIES, Topology, run_host_ranks
 from tests.host.reference import Reference, of_samples
 from tests.host.steps import MULTIPLE, VOCAB, Places, Sequence, weights_with
@@ -198,18 +198,10 @@ def test_trees_weigh_as_their_rollouts(name: str) -> None:
     assert_exact(topology, cases, by_the_rollouts)
 
 
-def in_calls(hook: Any, model: Any, step: Any) -> list[Any]:
-    """The step as a stream of several calls."""
-    sizes = STEPS[gpt.parallel_state.get_data_parallel_world_size()][1][gpt.data_rank()]
-    reports = []
-    with hook.stream():
-        for i, number in enumerate(sizes):
-            reports += step(number, zero_grad=i == 0)
-    return reports
-
-
 @pytest.mark.parametrize("name", ["dp2", "pp2"])
 def test_trees_in_a_stream_weigh_as_their_rollouts(name: str) -> None:
     topology = TOPOLOGIES[name]
-    cases = trees(topology, STEPS[topology.data_parallel_size][0], run=in_calls)
+    sizes = {ranks: x for ranks, (_, x) in STEPS.items()}
+    run = functools.partial(in_calls, sizes)
+    cases = trees(topology, STEPS[topology.data_parallel_size][0], run=run)
     assert_exact(topology, cases, by_the_rollouts)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from megatron_loss_agg.mcore import MaskedLosses, TokenLoss
 from tests.host import gpt
-from tests.host.cases import Case, Expected, assert_exact, covering
+from tests.host.cases import Case, Expected, assert_exact, covering, in_calls
 from tests.host.harness import TOPOLOGIES, Topology
 from tests.host.reference import reference
 from tests.host.steps import Places, Weights, sequences, weights_with
@@ -24,7 +26,8 @@ STREAMS: dict[int, tuple[Places, tuple[tuple[int, ...], ...]]] = {
         ((2, 1), (4,)),
     ),
 }
-# As above, with whole groups in each microbatch.
+SIZES = {ranks: sizes for ranks, (_, sizes) in STREAMS.items()}
+# As `STREAMS`, with whole groups in each microbatch.
 WHOLE: dict[int, Places] = {
     1: (((0, 1, 4), (7, 8), (2, 5, 9), (3, 6)),),
     2: (((0, 1, 4), (7, 8)), ((2, 5, 9), (3, 6), (), ())),
@@ -42,16 +45,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def in_calls(hook: Any, model: Any, step: Any) -> list[Any]:
-    """The step as a stream of several calls."""
-    sizes = STREAMS[gpt.parallel_state.get_data_parallel_world_size()][1][gpt.data_rank()]
-    reports = []
-    with hook.stream():
-        for i, number in enumerate(sizes):
-            reports += step(number, zero_grad=i == 0)
-    return reports
-
-
 def streams(topology: Topology, **more: Any) -> list[Case]:
     places, _ = STREAMS[topology.data_parallel_size]
     rows = covering(2, [*MODES], ("thd", "bshd"), topology.per_token_flags, ("01", "fractional"))
@@ -63,7 +56,7 @@ def streams(topology: Topology, **more: Any) -> list[Case]:
             per_token=per_token,
             masks=masks,
             places=places,
-            run=in_calls,
+            run=functools.partial(in_calls, SIZES),
             times=2,
             **more,
         )
@@ -128,8 +121,6 @@ def with_decided_mask(batch: dict[str, Any], samples: tuple[int, ...]) -> dict[s
 
 def deciding_step(data_iterator: Any, model: Any) -> Any:
     """A forward step whose loss decides its mask."""
-    from megatron_loss_agg.mcore import MaskedLosses, TokenLoss
-
     batch = gpt.received(data_iterator)
     output, labels, mask = gpt.outputs(batch, model)
     if not gpt.get_attr_wrapped_model(model, "post_process"):
