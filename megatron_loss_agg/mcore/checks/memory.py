@@ -24,7 +24,8 @@ class DrawnTensors:
         self._units = {unit for agg in aggregations for unit in agg.by_id}
         # A custom function, or an extension other than that of `also`, may read any ids.
         has_function = any(agg.function is not None for agg in aggregations)
-        self._reads_all_ids = has_function or len(hook.extensions) > bool(hook.also)
+        num_other_extensions = len(hook.extensions) - (1 if hook.also else 0)
+        self._reads_all_ids = has_function or num_other_extensions > 0
 
     def note(self, microbatch: TermMicrobatches) -> None:
         tensors = [x for term in term_microbatches(microbatch) for x in self._counted(term)]

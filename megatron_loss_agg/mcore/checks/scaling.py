@@ -122,10 +122,10 @@ def _gradients(
     numbers = all_gather(torch.tensor([number]), call.groups.dp)  # different on each, perhaps
     total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
     # In a step that is counted at its end, the loss is divided by a sum of denominators there.
-    denominator, denominators = torch.zeros((), dtype=torch.float64), 1.0
+    denominator, total_denominator = torch.zeros((), dtype=torch.float64), 1.0
     if call.groups.is_end_counted:
         ranks, rank = dist.get_world_size(call.groups.dp), dist.get_rank(call.groups.dp)
-        denominators = float(ranks * (ranks + 1))
+        total_denominator = float(ranks * (ranks + 1))
         if call.groups.cp_rank == 0:
             denominator += 2 * (1 + rank)
     # Different on each rank that a gradient is reduced over.
@@ -135,7 +135,7 @@ def _gradients(
         return call.scale.returned(output, _TOKENS, total_tokens, {})
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        return model() * denominators / number, loss_func
+        return model() * total_denominator / number, loss_func
 
     model = wrap(config, _tiny_model(config, factors, next(call.chunks[-1].parameters()).device))
     if call.config.no_sync_func is not None:
