@@ -79,13 +79,17 @@ class ProcessGroups:
         return None if self.is_end_counted else self.dp
 
     @property
-    def spreading_errors(self) -> list[dist.ProcessGroup]:
-        """Along these, in order, an error of one rank of the last stage reaches all that count.
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Along these, in order, an error of one rank of the last stage reaches all ranks.
 
         First those of its stage, then the other stages, then the other replicas.
         """
-        replica = [self.tp, self.cp, self.pp]
-        return replica if self.count_group is None else [*replica, self.dp]
+        return [self.tp, self.cp, self.pp, self.dp]
+
+    @property
+    def counting_groups(self) -> list[dist.ProcessGroup]:
+        """Those of `all_groups` along which an error reaches the ranks that count together."""
+        return self.all_groups[:-1] if self.count_group is None else self.all_groups
 
     @functools.cached_property
     def num_counted_ranks(self) -> int:
@@ -217,7 +221,7 @@ def without_reduction(chunks: Iterable[Any], config: Any) -> Iterator[None]:
                 stack.enter_context(chunk.no_sync())
         for name in ("no_sync_func", "grad_sync_func"):
             stack.enter_context(replaced(config, name, None))
-        # Not None, since the schedule then leaves out deferred gradients of the output layer, too.
+        # Not None, with which the schedule leaves out deferred gradients of the output layer, too.
         stack.enter_context(replaced(config, "finalize_model_grads_func", _do_nothing))
         yield
 

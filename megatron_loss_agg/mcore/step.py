@@ -232,14 +232,20 @@ class Step:
 
     def _check_before(self, call: Call) -> None:
         """Check settings and measure Megatron's scaling; begin to note tokens if any are compared."""
-        hook, verified = self.hook, self.hook.verified
+        hook = self.hook
         # Settings, models and scripts do not change in a run: what the first step shows holds later.
-        self.is_first = not verified.has_run(call)
+        self.is_first = not hook.verified.has_run(call)
         if self.is_first:
             check_same_on_all_ranks(call, hook.compared_settings())
-            check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
+        self._check_on_rank(call)
         if call.trains and (self.is_first or hook.audit):
             hook.measure_scaling(call, self.is_first)
+
+    def _check_on_rank(self, call: Call) -> None:
+        """The part of `_check_before` in which ranks do not communicate."""
+        verified = self.hook.verified
+        if self.is_first:
+            check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
         if self.is_first or verified.split_matters(call):
             self.tokens = TokenNotes(self.is_first, verified.splits)
 
@@ -265,10 +271,7 @@ class Step:
                 return None
             plans = counted(call, self.hook.units, read)
             if must_have_tokens and is_empty(call, plans):
-                raise DataError(
-                    "a step must have an active token, and every token is masked or rejected. Fix "
-                    "the data, or choose skip or train (--loss-aggregation-empty-step, empty_step=)."
-                )
+                raise empty_step_error()
         return plans
 
     def _read(self, call: Call) -> list[TermMicrobatches]:
@@ -443,7 +446,7 @@ class Step:
         plans = self.plans
         # In the first step alone: it is the one in which mistakes show, and later ones should not
         # make ranks wait for each other.
-        groups = call.groups.spreading_errors
+        groups = call.groups.counting_groups
         with failing_together(groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
             if plans is not None:
                 self._check_number_of_losses(plans)
@@ -512,6 +515,14 @@ def is_empty(call: Call, plans: Plans) -> bool:
     """Whether every token of the step is masked or rejected, in all terms that are not switched off."""
     in_loss = [plan for name, plan in plans.items() if call.terms[name].multiplier]
     return all(plan.is_empty for plan in in_loss or plans.values())
+
+
+def empty_step_error() -> DataError:
+    """The error of a step in which `is_empty`, if the hook forbids it."""
+    return DataError(
+        "a step must have an active token, and every token is masked or rejected. Fix the data, or "
+        "choose skip or train (--loss-aggregation-empty-step, empty_step=)."
+    )
 
 
 def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:

@@ -37,11 +37,7 @@ from megatron_loss_agg.collectives import (
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import BatchReader
 from megatron_loss_agg.mcore.call import Call, innermost
-from megatron_loss_agg.mcore.checks.before import (
-    check_same_on_all_ranks,
-    check_settings,
-    has_indexer_loss,
-)
+from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, has_indexer_loss
 from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
 from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
@@ -56,7 +52,7 @@ from megatron_loss_agg.mcore.forward_step import (
 from megatron_loss_agg.mcore.reports import report_denominator
 from megatron_loss_agg.mcore.scale import StreamScale
 from megatron_loss_agg.mcore.split import TermSamples, sums_of_samples, weights_on_rank
-from megatron_loss_agg.mcore.step import Plans, Step, counted, is_empty
+from megatron_loss_agg.mcore.step import Plans, Step, counted, empty_step_error, is_empty
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, recounted
 from megatron_loss_agg.report import Sum
 
@@ -231,10 +227,7 @@ class StreamedCall(Part):
 
     def run(self, schedule: Callable[..., Any], call: Call) -> Any:
         self.is_first = not self.hook.verified.has_run(call)
-        if self.is_first:
-            check_settings(call.config, getattr(call.chunks[0], "ddp_config", None))
-        if self.is_first or self.hook.verified.split_matters(call):
-            self.tokens = TokenNotes(self.is_first, self.hook.verified.splits)
+        self._check_on_rank(call)
         self.plans = plans = self._plan(call)
         self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
         # Terms with different denominators fail here, on the last stage alone.
@@ -288,9 +281,8 @@ class Stream:
         """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
         hook, call = self.hook, self._call or self._call_from_arguments()
         check_model(call)
-        groups = call.groups
         # In every step, since the other replicas do not know of an error that a script has caught.
-        with failing_together([groups.tp, groups.cp, groups.pp, groups.dp], _ANOTHER_RANK_FAILED):
+        with failing_together(call.groups.all_groups, _ANOTHER_RANK_FAILED):
             if self._has_failed:
                 raise DataError(
                     "a step must not be finished after one of its calls failed, which left a part of "
@@ -302,11 +294,11 @@ class Stream:
             hook.measure_scaling(call, is_first)
         parts = [part for x in self._calls for part in x.parts if part.plans is not None]
         tally = Tally.of(call, parts)
-        is_empty = tally.compare(call, must_compare(hook, is_first))
+        is_empty_step = tally.compare(call, must_compare(hook, is_first))
         total = tally.on_device(call)  # finalization adds up those of all ranks in it
         finish_gradients(call, total)
         check_total(call, total)
-        end_step(hook, call, total, is_empty)
+        end_step(hook, call, total, is_empty_step)
 
     def _call_from_arguments(self) -> Call:
         """The call of a rank that makes none: `finish` needs its process groups and its model."""
@@ -382,16 +374,15 @@ class EndCountedStep(Step):
 
     def _check_after(self, call: Call) -> None:
         """Check each part as `Step` does, and the step over all ranks."""
-        groups = call.groups
-        model_groups = [groups.tp, groups.cp, groups.pp, groups.dp]
-        with failing_together(model_groups, _ANOTHER_RANK_FAILED, when=self.is_first):
+        groups = call.groups.all_groups
+        with failing_together(groups, _ANOTHER_RANK_FAILED, when=self.is_first):
             for part in self.parts:
                 assert part.plans is not None
                 part._check_number_of_losses(part.plans)
                 part._compare_or_warn(call, part.plans)
-        is_empty = self.tally.compare(call, must_compare(self.hook, self.is_first))
+        is_empty_step = self.tally.compare(call, must_compare(self.hook, self.is_first))
         check_total(call, self._total)
-        end_step(self.hook, call, self._total, is_empty)
+        end_step(self.hook, call, self._total, is_empty_step)
 
 
 @dataclass(frozen=True)
@@ -435,11 +426,11 @@ class Tally:
         """
         if not when:
             return False
-        groups, is_empty = call.groups, False
-        with failing_together([groups.tp, groups.cp, groups.pp, groups.dp], _ANOTHER_RANK_FAILED):
+        groups, is_empty_step = call.groups, False
+        with failing_together(groups.all_groups, _ANOTHER_RANK_FAILED):
             if groups.is_last_stage:
-                is_empty = self._compare(call)
-        return any_rank(is_empty, groups.pp)  # other stages have no counts
+                is_empty_step = self._compare(call)
+        return any_rank(is_empty_step, groups.pp)  # other stages have no counts
 
     def _compare(self, call: Call) -> bool:
         dp, num_groups = call.groups.dp, self.groups.shape[1]
@@ -567,17 +558,14 @@ def check_total(call: Call, total: Tensor) -> None:
         )
 
 
-def end_step(hook: LossHook, call: Call, total: Tensor, is_empty: bool) -> None:
+def end_step(hook: LossHook, call: Call, total: Tensor, is_empty_step: bool) -> None:
     """Note that the step has ended, on every rank; raise DataError for a forbidden empty one."""
-    if not hook.verified.has_run(call) and not is_empty:
+    if not hook.verified.has_run(call) and not is_empty_step:
         print_end_counted_lines(hook, call, float(total) / denominator_factor(call))
         hook.verified.add_run(call)
-    if is_empty and hook.empty_step == "error":
-        raise DataError(
-            "a step must have an active token, and every token is masked or rejected. Fix the data, or "
-            "choose skip or train (--loss-aggregation-empty-step, empty_step=)."
-        )
-    hook.step_is_empty = is_empty and hook.empty_step == "skip"
+    if is_empty_step and hook.empty_step == "error":
+        raise empty_step_error()
+    hook.step_is_empty = is_empty_step and hook.empty_step == "skip"
 
 
 def must_compare(hook: LossHook, is_first: bool) -> bool:
