@@ -3,8 +3,8 @@
 #     --rlinf PATH --roll PATH --megatron-bridge PATH
 #
 # Runs the training steps of slime, miles, NeMo-RL, AReaL, RLinf and ROLL, with and without our adapters, and
-# Megatron-Bridge's script, against one fp64 process; then writes ci/frameworks.md, a section of
-# ci/verified.md. With some of the paths, their tables are only printed.
+# Megatron-Bridge's script, against one fp64 process; then writes docs/verification/frameworks.md.
+# With some of the paths, their tables are only printed.
 #
 # A path is a git clone, or its git directory, that has the commit in the patch's name, or else the
 # newest is taken. It is only read: the commit is unpacked into a scratch folder, and a second copy
@@ -103,7 +103,7 @@ section() {
     compare "$name"
     printf '\n[%s](%s) at `%s`, %s, on Megatron-Core %s (it ships: %s):\n\n' "$name" \
         "${urls[$name]}" "$commit" "${code:-as it is}" "$core" "$(shipped "$name")"
-    cat "$scratch/$name.md"
+    "$python" ci/by_aggregation.py "$scratch/$name.md"
 }
 
 # The line on a clone's newest commit. Gradients that a framework rounds to bf16 are left out.
@@ -167,8 +167,8 @@ for name in slime miles nemo-rl areal rlinf roll megatron-bridge; do
 done
 cat "$scratch/tables.md"
 if [[ ${#clones[@]} -eq ${#urls[@]} ]]; then
-    cat - "$scratch/tables.md" >ci/frameworks.md <<'HEAD'
-## slime, miles, NeMo-RL, AReaL, RLinf, ROLL and Megatron-Bridge
+    cat - "$scratch/tables.md" >docs/verification/frameworks.md <<'HEAD'
+# slime, miles, NeMo-RL, AReaL, RLinf, ROLL and Megatron-Bridge
 
 Written by `bash ci/frameworks.sh`. Their own batch, loss and training-step code with a real GPT of
 Megatron-Core, over two gloo ranks on a CPU, in fp32: two optimizer steps of ragged samples, some of

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash ci/matrix.sh                 the exactness tests on every older release of Megatron-Core; then
-#                                   writes ci/verified.md, with what bash ci/test.sh found before
+#                                   writes docs/verification/index.md, with what bash ci/test.sh found before
 # bash ci/matrix.sh -- 0.16.1 ...   on these releases
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,5 +18,5 @@ python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 "$python" -m nox --noxfile noxfile.py "$@" </dev/null
 if [[ $# -eq 0 ]]; then
     page=$("$python" ci/verified.py build/verified/*.xml)
-    echo "$page" >ci/verified.md
+    echo "$page" >docs/verification/index.md
 fi

@@ -1,4 +1,4 @@
-"""Print ci/next.md, the section of ci/verified.md on Megatron-LM's next release.
+"""Print docs/verification/next.md, the page on Megatron-LM's next release.
 
 python ci/next.py REPORT.xml "COMMIT, DATE" LAUNCHES.md
 """
@@ -11,11 +11,11 @@ from pathlib import Path
 from verified import GRADIENTS, TITLES, gradient_row, held, passed, read, title
 
 HEAD = """\
-## The next release of Megatron-Core
+# The next release of Megatron-Core
 
 Written by `bash ci/next.sh CHECKOUT`, on [Megatron-LM](https://github.com/NVIDIA/Megatron-LM) at
 `{commit}`, dated {date}: Megatron-Core {version}.
-The tests are those of the older releases above, and those of fully sharded wrappers, of the losses
+The tests are those of the [older releases](index.md), and those of fully sharded wrappers, of the losses
 that Megatron scales itself, of what is read and refused (settings such as generalized tensor
 parallelism), of dynamic context parallelism and of packing schedulers.
 """

@@ -2,8 +2,7 @@
 # bash ci/next.sh CHECKOUT[@COMMIT] [PATCH ...]
 #
 # Runs the exactness tests, the audit and launches of two stock scripts on CHECKOUT instead of the
-# released Megatron-Core; then, for its HEAD without patches, writes ci/next.md, a section of
-# ci/verified.md.
+# released Megatron-Core; then, for its HEAD without patches, writes docs/verification/next.md.
 #
 # CHECKOUT is a clone of Megatron-LM, or its git directory; COMMIT another commit than its HEAD, such
 # as dev. It is only read: its commit is unpacked into build/next, patched, and installed into an
@@ -77,6 +76,6 @@ mapfile -t tests < <("$ours" -c 'import noxfile; print(*noxfile.NEXT_TESTS, sep=
 
 if [[ $commit == HEAD && ${#patches[@]} -eq 0 ]]; then
     dated=$(git -C "$checkout" log -1 --format='%H, %cs')
-    "$ours" ci/next.py "$out/report.xml" "$dated" "$out/launches.md" >ci/next.md
+    "$ours" ci/next.py "$out/report.xml" "$dated" "$out/launches.md" >docs/verification/next.md
 fi
 exit "$status"

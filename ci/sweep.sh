@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash ci/sweep.sh           every case of tests/sweep that has no good result in build/sweep yet;
-#                            then writes ci/sweep.md, a section of ci/verified.md
+#                            then writes docs/verification/sweep.md
 # bash ci/sweep.sh cp2 sum   only the cases that have these values of tests/sweep/factors.py
 # bash ci/sweep.sh --jobs 4  four launches at once, of up to four ranks each
 set -euo pipefail

@@ -1,10 +1,8 @@
-"""Write ci/verified.md from test reports, one of each release of Megatron-Core.
+"""Print docs/verification/index.md from test reports, one of each release of Megatron-Core.
 
-    python ci/verified.py REPORT.xml ... > ci/verified.md
+    python ci/verified.py REPORT.xml ... > docs/verification/index.md
 
-A report is pytest's ``--junitxml``; what is in all of them goes into the tables. The page ends with
-ci/sweep.md, ci/frameworks.md and ci/next.md, which the scripts of these names write; of a table
-with a line for each layout of ranks, the page has a column for each.
+A report is pytest's ``--junitxml``; what is in all of them goes into the tables.
 """
 
 from __future__ import annotations
@@ -13,21 +11,21 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from pathlib import Path
 
 HEAD = """\
-# Verified
+# What was verified
 
 Written by `bash ci/matrix.sh` from the reports of the tests, not by hand. Every number is measured
-through the host, the real Megatron-Core of that release, on a CPU: its schedule, DDP and gradient
+through Megatron, the real Megatron-Core of that release, on a CPU: its schedule, DDP and gradient
 finalization over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three
 microbatches of unequal size, with and without `--calculate-per-token-loss`, in every mode: on the
 newest release all combinations, on the others those in which every three of these have all.
 
-Numbers are of comparisons and tests that hold: all of them, unless one is written as 15/16.
+Numbers are of comparisons and tests that hold: all of them, unless one is written as 15/16. Other
+pages have the [sweep of Megatron's flags](sweep.md), the [frameworks](frameworks.md), and the
+[next release](next.md) of Megatron-Core.
 """
 GRADIENTS = ("tests.host.test_gradients", "test_gradient_is_that_of_the_whole_step")
-SECTIONS = [Path(__file__).with_name(name) for name in ("sweep.md", "frameworks.md", "next.md")]
 TITLES = {"float64": "largest error in fp64", "float32": "largest error in fp32"}
 
 
@@ -68,35 +66,6 @@ def title(case: ElementTree.Element) -> tuple[str, str]:
     return case.attrib["classname"], case.attrib["name"].partition("[")[0]
 
 
-BY_RANKS = re.compile(r"^\| ranks \| aggregation \|.*\n.*\n((?:\|.*\n)+)", re.MULTILINE)
-LARGEST = ("metrics", "stock's gradient")  # over all layouts of ranks
-
-
-def by_aggregation(section: str) -> str:
-    """``section``, whose tables of ranks and aggregations have a line for each aggregation."""
-    return BY_RANKS.sub(lambda table: _pivot(table[1]), section)
-
-
-def _pivot(rows: str) -> str:
-    found: dict[str, dict[str, str]] = defaultdict(dict)  # by aggregation, and then by column
-    columns: dict[str, None] = {}
-    for row in rows.splitlines():
-        ranks, aggregation, gradient, *others = (cell.strip() for cell in row.split("|")[1:-1])
-        columns[ranks] = None
-        cells = found[aggregation]
-        if not gradient:  # of stock itself
-            cells[ranks] = others[-1]
-            continue
-        cells[ranks] = gradient
-        for name, cell in zip(LARGEST, others, strict=True):
-            cells[name] = max(
-                cells.get(name, ""), cell, key=lambda error: (error == "nan", float(error or 0))
-            )
-    head = ["aggregation", *columns, *LARGEST]
-    lines = [[name, *(cells.get(c, "") for c in head[1:])] for name, cells in found.items()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *lines])
-
-
 def main(paths: list[str]) -> None:
     reports = dict(map(read, paths))
     everywhere = set.intersection(*(set(map(title, cases)) for cases in reports.values()))
@@ -120,8 +89,6 @@ def main(paths: list[str]) -> None:
     for name, by_version in sorted(counts.items()):
         cells = [held(by_version[version]) for version in reports]
         print(f"| {name} | {' | '.join(cells)} |")
-    for section in SECTIONS:
-        print(f"\n{by_aggregation(section.read_text())}", end="")
 
 
 if __name__ == "__main__":

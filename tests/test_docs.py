@@ -295,7 +295,7 @@ _CURE = re.compile(
 )
 _CURE_IS_FILLED_IN = re.compile(r"\. …$|^… was removed: …|a group\. … group=\.$")
 _FEW = 14  # letters of a message that is made elsewhere
-VERIFIED = (ROOT / "ci/verified.md").read_text()
+VERIFIED = TEXTS["docs/verification/index.md"]
 
 
 def text_of(message: ast.expr) -> str:
@@ -334,18 +334,39 @@ REPORT = """<testsuite><properties><property name="megatron-core" value="{0}"/><
 <testcase classname="a" name="test_a_sum[2]">{1}</testcase></testsuite>"""
 
 
-def test_the_file_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: Path) -> None:
+def test_the_page_of_what_was_verified_counts_what_holds_of_what_ran(tmp_path: Path) -> None:
     reports = [tmp_path / "old.xml", tmp_path / "new.xml"]
     reports[0].write_text(REPORT.format("0.18.2", "<failure/>"))
     reports[1].write_text(REPORT.format("0.19.2", ""))
     printed = run_afresh("ci/verified.py", *map(str, reports)).stdout
     assert "| a sum | 1/2 | 2 |\n" in printed
-    assert VERIFIED.endswith(printed[printed.index("\n## Sweep") :])
+    assert VERIFIED.startswith(printed[: printed.index("\n| 0.18.2")])
+
+
+BY_RANKS = """| ranks | aggregation | gradient | metrics | stock's gradient |
+| --- | --- | --- | --- | --- |
+| DP 2 | stock |  |  | 3e-07 |
+| DP 2 | sum | 4e-07 | 1e-07 | 2e-01 |
+| CP 2 | sum | 5e-07 | nan | 1e-01 |
+"""
+BY_AGGREGATION = """| aggregation | DP 2 | CP 2 | metrics | stock's gradient |
+| --- | --- | --- | --- | --- |
+| stock | 3e-07 |  |  |  |
+| sum | 4e-07 | 5e-07 | nan | 2e-01 |
+"""
+
+
+def test_errors_of_frameworks_have_a_column_for_each_layout_and_the_largest_of_the_others(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "table.md").write_text(BY_RANKS)
+    printed = run_afresh("ci/by_aggregation.py", str(tmp_path / "table.md")).stdout
+    assert printed == BY_AGGREGATION
 
 
 def test_the_page_on_limits_has_the_gradients_that_were_verified() -> None:
     (table,) = re.findall(r"^\| Megatron-Core \| comp.*\n(?:\|.*\n)+\n", VERIFIED, re.M)[:1]
-    assert table in TEXTS["docs/limits.md"], "copy the first table of ci/verified.md"
+    assert table in TEXTS["docs/limits.md"], "copy the first table of docs/verification/index.md"
 
 
 def test_the_page_on_modes_weighs_a_token_as_the_log_says_it() -> None:

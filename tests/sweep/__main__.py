@@ -1,4 +1,4 @@
-"""The command of the sweep, and its results as a section of ci/verified.md; see ci/sweep.sh."""
+"""The command of the sweep, and its results as docs/verification/sweep.md; see ci/sweep.sh."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.sweep.factors import FACTORS
 SOURCES = sorted([*Path("megatron_loss_agg").rglob("*.py"), *Path("tests/sweep").glob("*.py")])
 STATE = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]
 RESULTS = Path("build/sweep") / f"{STATE}.jsonl"
-SECTION = Path("ci/sweep.md")
+PAGE = Path("docs/verification/sweep.md")
 OUTCOMES = ("exact", "refused", "host refused", "WRONG", "HANG", "CRASH")
 GOOD = OUTCOMES[:3]
 Rows = list[dict[str, Any]]
 
 HEAD = """\
-## Sweep of the host's flags
+# Sweep of Megatron's flags
 
 Written by `bash ci/sweep.sh`. Each launch is Megatron-Core {version}'s own `pretrain` with the
 plugin, on 1 to 4 gloo ranks and data with uneven masks. `exact`: the change of every parameter in
@@ -54,7 +54,7 @@ def run(case: cases.Case) -> None:
 
 
 def written(rows: Rows) -> str:
-    """The section of these results."""
+    """The page of these results."""
     of_fp32 = [
         row["error"]
         for row in rows
@@ -153,7 +153,7 @@ def main() -> int:
     found = known()
     results = [found[key] for key in wanted if key in found]
     if not args.values:
-        SECTION.write_text(written(results))
+        PAGE.write_text(written(results))
     counts = Counter(line["outcome"] for line in results)
     print(dict(counts))
     return int(sum(counts[outcome] for outcome in GOOD) < len(wanted))
