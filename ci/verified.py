@@ -7,7 +7,6 @@ A report is pytest's ``--junitxml``; what is in all of them goes into the tables
 
 from __future__ import annotations
 
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict

@@ -51,7 +51,6 @@ CLAIMS = {
     " 'kl of the policy'} and 'prompt_mean loss' in tree_reports[0]",
     "docs/start.md": "[plan.coefficients(i).tolist() for i in (0, 1)] == [[1 / 16] * 2, [1 / 4, 0]]",
     "examples/grpo/README.md": "list(hook.terms) == ['policy', 'kl', 'entropy']",
-    "patches/README.md": "install.__module__ == 'megatron_loss_agg.launch.install'",
 }
 # Commands that no test here can run, by how they begin: who runs them, or why nobody does.
 ELSEWHERE = {
@@ -70,7 +69,6 @@ ELSEWHERE = {
         "tests/core/test_explain.py and tests/launch/test_data.py"
     ),
     "printf": "as above",
-    "python patches/check.py": "tests/test_tools.py",
     "patch -p1": "tests/frameworks",
     "SKYRL=": "tests/frameworks",
     "python -m skyrl.": "tests/frameworks/test_skyrl.py",

@@ -531,7 +531,7 @@ def test_auxiliary_losses_keep_verls_meaning(steps: str, request: Any) -> None:
 
 @pytest.fixture(scope="session")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a copy of verl that has both change requests."""
+    """A folder with a copy of verl that has both patches."""
     folder = tmp_path_factory.mktemp("site-packages")
     shutil.copytree(PEERS / "verl", folder / "verl")
     for name in ("verl", "verl-routed-tokens"):
