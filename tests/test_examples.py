@@ -29,19 +29,20 @@ from tests.launch.processes import LAUNCHER, ROOT
 
 STEPS = 6
 EXAMPLES = ROOT / "examples"
+PICTURES = ROOT / "docs" / "images"  # beside the scripts that make them
 SHORT = ("--train-iters", str(STEPS), "--eval-iters", "1")
 
 
-def forked(folder: Path, ranks: int, script: str, *flags: str, **starter: Any) -> str:
+def forked(folder: Path, ranks: int, script: str | Path, *flags: str, **starter: Any) -> str:
     """Run on ranks that have Megatron imported."""
     codes, said = processes.run(folder, EXAMPLES / script, *flags, ranks=ranks, **starter)
     assert codes == [0] * ranks, said[-4000:]
     return said
 
 
-def flags_of(name: str) -> list[str]:
+def flags_of(name: str | Path) -> list[str]:
     """The array of flags in a shell script of the examples."""
-    script = (ROOT / "examples" / name).read_text()
+    script = (EXAMPLES / name).read_text()
     match = re.search(r"^flags=\((.*?)^\)", script, re.MULTILINE | re.DOTALL)
     assert match
     return shlex.split(match.group(1), comments=True)
@@ -149,15 +150,16 @@ def test_the_proof_fails_when_one_parameter_of_one_run_is_wrong(tmp_path: Path) 
 def test_losses_by_length_are_megatrons_and_runs_are_plotted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(PICTURES))
     import compare_modes_plot
 
     run = tmp_path / "token_mean"
     run.mkdir()
     short = "--train-iters 2 --lr-warmup-iters 0 --eval-interval 2 --eval-iters 3"
-    flags = [*flags_of("compare_modes.sh"), *short.split(), "--loss-aggregation", "token_mean"]
+    mode = ("--loss-aggregation", "token_mean")
+    flags = [*flags_of(PICTURES / "compare_modes.sh"), *short.split(), *mode]
     monkeypatch.setenv("COMPARE_MODES_OUTPUT", str(run / "losses.jsonl"))
-    log = forked(tmp_path, 1, "compare_modes.py", *flags)
+    log = forked(tmp_path, 1, PICTURES / "compare_modes.py", *flags)
     (run / "log.txt").write_text(log)
     # The evaluation reads 24 packs. By length, their losses add up to what Megatron logs.
     first, *_ = map(json.loads, (run / "losses.jsonl").read_text().splitlines())

@@ -2,17 +2,17 @@
 # Trains the same model on the same data from the same seed under several modes, plots the loss by
 # length of answer, and prints the gradients' norms. "stock" is Megatron without --loss-aggregation.
 #
-#   bash examples/compare_modes.sh [Megatron's flags]     about a minute for each run, on 2 cores
+#   bash docs/images/compare_modes.sh [Megatron's flags]     about a minute for each run, on 2 cores
 #
-# The environment is made first, as for quickstart.sh. All goes to build/compare_modes.
+# The environment is made first, as for examples/quickstart.sh. All goes to build/compare_modes.
 # MODES names the runs, OUTPUT another folder.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=$(bash ci/python.sh mcore,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it
-export PYTHONWARNINGS=ignore
+export PYTHONWARNINGS=ignore PYTHONPATH=$PWD/examples # for its data and its training script
 MODES=${MODES:-stock token_mean sample_mean prompt_mean sample_sum sum}
 OUTPUT=${OUTPUT:-build/compare_modes}
 # Standalone: the rendezvous takes a free port. One node, whatever PET_NNODES of a cluster says.
@@ -51,8 +51,8 @@ for mode in $MODES; do
     mkdir -p "$OUTPUT/$mode"
     rm -f "$OUTPUT/$mode/losses.jsonl" # lines are added to it
     COMPARE_MODES_OUTPUT=$OUTPUT/$mode/losses.jsonl "${torchrun[@]}" -m megatron_loss_agg --cpu \
-        examples/compare_modes.py "${flags[@]}" "${aggregation[@]}" "$@" \
+        docs/images/compare_modes.py "${flags[@]}" "${aggregation[@]}" "$@" \
         </dev/null >"$OUTPUT/$mode/log.txt" 2>&1 ||
         { tail -n 40 "$OUTPUT/$mode/log.txt"; exit 1; }
 done
-"$python" examples/compare_modes_plot.py "$OUTPUT" stock token_mean sample_mean prompt_mean
+"$python" docs/images/compare_modes_plot.py "$OUTPUT" stock token_mean sample_mean prompt_mean

@@ -1,4 +1,4 @@
-"""Train as `pretrain_gpt.py` does, and record the losses by length of answer.
+"""Train as `examples/pretrain_gpt.py` does, and record the losses by length of answer.
 
 `compare_modes.sh` starts it once for each mode. Every evaluation of Megatron's loop adds a line to
 ``$COMPARE_MODES_OUTPUT``: the step, and the mean over the tokens of the validation answers of each

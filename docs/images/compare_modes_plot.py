@@ -1,6 +1,6 @@
 """Plot and summarise the runs of `compare_modes.sh`.
 
-    python examples/compare_modes_plot.py FOLDER [MODE ...]
+    PYTHONPATH=examples python docs/images/compare_modes_plot.py FOLDER [MODE ...]
 
 FOLDER holds a folder for each run. If ``token_mean`` is among them, writes ``loss_by_length.png``
 there, for the modes on the command line or for all runs. Prints two tables: the share of the

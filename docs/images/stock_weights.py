@@ -1,9 +1,9 @@
 """Draw what a token weighs in one real step: in stock Megatron, and in means over the step.
 
-    python examples/stock_weights.py OUTPUT.png
+    PYTHONPATH=examples python docs/images/stock_weights.py OUTPUT.png
 
-The step is the first one of `quickstart.sh`: four microbatches of packed samples, two on each of
-two data-parallel ranks. The README shows this picture.
+The step is the first one of `examples/quickstart.sh`: four microbatches of packed
+samples, two on each of two data-parallel ranks. The README shows this picture.
 """
 
 from __future__ import annotations
