@@ -49,7 +49,7 @@ if [[ -n $(ls -A "$venv" 2>/dev/null) && ! -e $mark ]]; then
     say "$venv exists and was not made here: remove it, or set MEGATRON_LOSS_AGG_VENV"
     exit 1
 fi
-versions=$(cat "$root"/{setup.py,ci/*.txt} | sha256sum)
+versions=$(cat "$root"/{pyproject.toml,ci/*.txt} | sha256sum)
 made_of="$root, $base $("$base" -VV) ${options[*]}, $versions"
 if [[ $(cat "$mark" 2>/dev/null) != "$made_of" ]]; then
     say "making $venv with $base ${options[*]}"

@@ -20,9 +20,9 @@ ziamath.config.svg2 = False  # glyphs without ids, which formulas of a page woul
 
 
 def repository() -> str:
-    """The address that the sources are published at, which setup.py holds."""
-    (address,) = re.findall(r'^REPOSITORY = "(.*)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    return str(address)
+    """The address that the sources are published at, which pyproject.toml holds; or nothing."""
+    settings = (ROOT / "pyproject.toml").read_text()
+    return "".join(re.findall(r'^Source = "(.+)"$', settings, re.MULTILINE))
 
 
 def on_config(config: Any) -> None:

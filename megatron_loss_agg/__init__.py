@@ -24,4 +24,4 @@ __all__ = [
     "weighted_sum",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import sysconfig
 import tarfile
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import requires
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -49,8 +50,13 @@ def build(folder: Path, repository: str = "") -> Path:
     shutil.copy(Path(__file__), source / "tests")  # which setuptools takes, unless told otherwise
     for name in (*SOURCES, "CITATION.cff"):
         text = (ROOT / name).read_text()
-        if name == "setup.py":
-            text = text.replace('REPOSITORY = ""\n', f"REPOSITORY = {repository!r}\n")
+        if repository:
+            text = re.sub(
+                '^# (\\[project.urls\\]\n)# Source = ".*"$',
+                rf'\1Source = "{repository}"',
+                text,
+                flags=re.M,
+            )
         (source / name).write_text(text)
     run(sys.executable, "-c", BUILD, folder, cwd=source)
     (path,) = folder.glob("*.tar.gz")
@@ -96,16 +102,20 @@ def test_the_sources_and_the_wheel_hold_the_whole_package_and_no_tests(
     assert names - made == {*package, *SOURCES, "CITATION.cff"}
 
 
-def test_links_lead_to_the_repository_once_it_has_an_address(tmp_path: Path) -> None:
+def test_links_of_the_description_lead_to_the_release_once_the_sources_have_an_address(
+    metadata: Message, tmp_path: Path
+) -> None:
+    relative = r"\]\((?!https?:|#)"
+    assert re.findall(relative, str(metadata.get_payload())) == []
     with tarfile.open(build(tmp_path, "https://host.example/loss")) as archive:
         (path,) = (name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name))
         file = archive.extractfile(path)
         assert file is not None
         text = file.read().decode()
     of_release = f"https://host.example/loss/blob/v{VERSION}"
-    assert f"\nProject-URL: Changelog, {of_release}/CHANGELOG.md\n" in text
+    assert "\nProject-URL: Source, https://host.example/loss\n" in text
     assert f"]({of_release}/docs/modes.md)" in text
-    assert re.findall(r"\]\((?!https?:|#)", text) == []
+    assert re.findall(relative, text) == []
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)", text)
     assert pictures and all(x.startswith(of_release.replace("blob", "raw")) for x in pictures)
 
@@ -152,11 +162,42 @@ def test_one_version_everywhere(metadata: Message) -> None:
     assert f"\nversion: {VERSION}\ndate-released: {date[1]}\n" in citation
 
 
-def test_what_the_environment_of_the_tests_needs_is_pinned() -> None:
+def declared(metadata: Message) -> set[str]:
+    """The names of all requirements, of every extra."""
+    requirements = metadata.get_all("Requires-Dist") or []
+    return {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in requirements}
+
+
+def test_what_the_environment_of_the_tests_needs_is_pinned(metadata: Message) -> None:
     pins = re.findall(r"^([^#\s]+)==", (ROOT / "ci/constraints.txt").read_text(), re.MULTILINE)
-    names = {re.split(r"[^\w.-]", x)[0] for x in requires("megatron-loss-agg") or []}
-    others = {"transformer-engine"}  # of the extra for a GPU
-    assert {x.lower() for x in names} - others <= {pin.lower() for pin in pins}
+    others = {"transformer-engine", "megatron-loss-agg"}  # of the extra for a GPU, and itself
+    assert declared(metadata) - others <= {pin.lower() for pin in pins}
+
+
+# Of the frameworks and systems of ci/peers.txt and ci/hugging_face.txt, which have folders of their own.
+USE_PEERS = ("tests/frameworks/", "tests/peers/", "tests/core/test_explain_chats.py")
+
+
+def test_the_extra_of_the_tests_has_all_that_they_import(metadata: Message) -> None:
+    wanted = declared(metadata)
+    distributions = packages_distributions()
+    files = [
+        path
+        for folder in ("tests", "examples", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    ours = {"megatron_loss_agg", "tests", "examples", "benchmarks", *(path.stem for path in files)}
+    missing = set()
+    for path in files:
+        if path.relative_to(ROOT).as_posix().startswith(USE_PEERS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            modules += [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            for name in {x.partition(".")[0] for x in modules} - sys.stdlib_module_names - ours:
+                if not {x.lower() for x in distributions.get(name, ())} & wanted:
+                    missing.add(name)
+    assert missing == set()
 
 
 def test_scripts_parse_and_may_be_executed() -> None:

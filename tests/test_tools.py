@@ -156,7 +156,11 @@ esac
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """As far as the script looks at it; the interpreter and what pip was asked for lie beside."""
-    for name in ("setup.py", "ci/python.sh", *(f"ci/{x.name}" for x in ROOT.glob("ci/*.txt"))):
+    for name in (
+        "pyproject.toml",
+        "ci/python.sh",
+        *(f"ci/{x.name}" for x in ROOT.glob("ci/*.txt")),
+    ):
         (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "checkout" / name)
     (tmp_path / "python").write_text(INTERPRETER)
@@ -204,7 +208,7 @@ def test_an_environment_is_used_again_and_made_anew_for_other_versions(checkout:
     inside = f"{checkout}/.venv/bin/python"
     assert environment(checkout, "mcore", PYTHON=inside) == ""
     assert "making" in environment(checkout, "mcore", PYTHON=inside, VERSION="3.13")
-    for name in ("setup.py", "ci/constraints.txt", "ci/peers.txt"):
+    for name in ("pyproject.toml", "ci/constraints.txt", "ci/peers.txt"):
         environment(checkout, "mcore")
         (checkout / name).write_text((checkout / name).read_text() + "# changed\n")
         assert "making" in environment(checkout, "mcore"), name
