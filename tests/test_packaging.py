@@ -1,4 +1,4 @@
-"""The published files: the sources, the wheel and its metadata; and pins and file modes."""
+"""The published files: the sources, the wheel and its metadata; pins, file modes, a host's settings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 import megatron_loss_agg
 
@@ -207,3 +208,20 @@ def test_scripts_parse_and_may_be_executed() -> None:
         assert script.stat().st_mode & 0o100, script
         assert script.read_text().startswith("#!/usr/bin/env bash\n"), script
         subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_a_code_host_runs_what_ci_runs_and_its_forms_ask() -> None:
+    host = ROOT / ".github"
+    workflow = yaml.safe_load((host / "workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    script = (ROOT / "ci/test.sh").read_text()
+    commands = [hook["entry"].replace("python", '"$python"') for hook in local["hooks"]]
+    assert len(commands) == 3 and all(f"    {command}" in script for command in commands)
+    forms = [*host.glob("ISSUE_TEMPLATE/*.yml")]
+    assert len(forms) == 2
+    for form in forms:
+        content = yaml.safe_load(form.read_text())
+        assert {"name", "description", "body"} == content.keys()
+        assert all(field["attributes"]["label"] for field in content["body"])
