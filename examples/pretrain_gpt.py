@@ -1,4 +1,4 @@
-"""Pretrain a GPT on the standard library's documented functions, packed to thd.
+"""Pretrain a GPT on the standard library's documented functions, in packs or rows.
 
 An ordinary script on `megatron.training`: it knows nothing of loss aggregation. Started by
 
@@ -30,32 +30,35 @@ from torch import Tensor
 
 from megatron_loss_agg import CPLayout
 
-# Entries of a batch with a value for each token of the pack, [1, T]; the others describe its samples.
+# Entries of a batch with a value for each token, [B, T]; the others describe its samples.
 TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def get_batch(
     data_iterator: Iterator[dict[str, Tensor]],
-) -> tuple[dict[str, Tensor], PackedSeqParams]:
-    """Next pack: this context-parallel rank's share of every token tensor, and its offsets."""
+) -> tuple[dict[str, Tensor], PackedSeqParams | None]:
+    """Next microbatch: this context-parallel rank's share of its tokens, and the offsets of a pack."""
     batch = next(data_iterator)
-    offsets = batch["cu_seqlens_padded"].squeeze(0)
-    layout = CPLayout.thd(
-        offsets, mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    )
+    cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+    packed = None
+    if "cu_seqlens_padded" in batch:
+        offsets = batch["cu_seqlens_padded"].squeeze(0)
+        layout = CPLayout.thd(offsets, cp_size, cp_rank)
+        longest = int(batch["max_seqlen"])
+        offsets = offsets.cuda(non_blocking=True)
+        # Attention runs over padded samples: padding follows a sample's tokens, so causality hides it.
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            cu_seqlens_q_padded=offsets,
+            cu_seqlens_kv_padded=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    else:
+        layout = CPLayout.bshd(batch["tokens"].shape[1], cp_size, cp_rank)
     local = {key: layout.shard(batch[key]).cuda(non_blocking=True) for key in TOKEN_KEYS}
-    longest = int(batch["max_seqlen"])
-    offsets = offsets.cuda(non_blocking=True)
-    # Attention runs over padded samples: padding follows a sample's tokens, so causality hides it.
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        cu_seqlens_q_padded=offsets,
-        cu_seqlens_kv_padded=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
     return local, packed
 
 
@@ -71,7 +74,7 @@ def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor,
 def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: GPTModel
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
-    """Per-token losses of one pack, and the function that sums them."""
+    """Per-token losses of one microbatch, and the function that sums them."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch, packed = get_batch(data_iterator)
@@ -124,8 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pad-samples-to",
         type=int,
-        help="Each sample takes a multiple of this number of tokens. With --seq-length, a pack is one "
-        "padded sample. Default: what context parallelism needs.",
+        help="Each sample takes a multiple of this number of tokens. That of --seq-length makes rows "
+        "of one sample each. Default: what context parallelism needs.",
     )
     return parser
 
@@ -147,10 +150,11 @@ def main(**functions: Any) -> None:
         extra_args_provider=add_arguments,
         args_defaults={"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB_SIZE},
     )
-    if args.micro_batch_size != 1:
+    if args.micro_batch_size != 1 and args.pad_samples_to != args.seq_length:
         raise SystemExit(
             f"--micro-batch-size {args.micro_batch_size}: a microbatch is one pack of many "
-            "samples; set --micro-batch-size 1 and choose the pack's size by --seq-length"
+            "samples; set --micro-batch-size 1 and choose the pack's size by --seq-length, or make "
+            "rows by a --pad-samples-to of that size"
         )
     if getattr(args, "full_validation", False):
         raise SystemExit("--full-validation: the packs are drawn without end; drop that flag")

@@ -2,7 +2,7 @@
 
 A sample is one documented function: its signature and docstring are the prompt, its body is the
 response, and only the response carries loss. Functions of one module form one prompt group. Tokens
-are bytes. Samples are packed to thd: one item of `PackedPairs` is one microbatch.
+are bytes. An item of `PackedPairs` is a pack of samples, which is a microbatch, or a row of one.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
     Every sample takes its length rounded up to a multiple of `pad_to` (of 2 * cp_size, so that each
     context-parallel rank gets two equal chunks of it), and none is longer than `longest`. Packs are
     filled in stream order, so that consecutive packs share prompt groups. Megatron's sampler gives
-    these to different data-parallel ranks and microbatches.
+    these to different data-parallel ranks and microbatches. With a ``pad_to`` of ``seq_length``, an
+    item is a row of one sample: all have one length, so that a microbatch can have several.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
         longest: int | None = None,
     ) -> None:
         self.pad_to = pad_to
+        self._is_rows = pad_to == seq_length
         fitting = seq_length // pad_to * pad_to
         stream = samples(split, seed, min(fitting, longest or fitting), per_module)
         self._packs = list(itertools.islice(self._fill(stream, seq_length), packs))
@@ -183,11 +185,11 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
         return self._packs[index]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One microbatch of S samples in T positions, padding included.
+        """A pack of S samples in T positions, padding included.
 
         tokens, labels, position_ids int64 [T]; loss_mask fp32 [T], 1 where the *label* belongs to
-        the response; cu_seqlens (real) and cu_seqlens_padded int32 [S + 1]; max_seqlen int32 [];
-        prompt_ids int64 [S].
+        the response; prompt_ids int64 [S]. But for rows also cu_seqlens (real) and
+        cu_seqlens_padded int32 [S + 1]; max_seqlen int32 [].
         """
         pack = self._packs[index]
         lengths = [pair.length for pair in pack]
@@ -203,15 +205,19 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
             labels[start : start + length] = text[1:]
             loss_mask[start + len(pair.prompt) : start + length] = 1
             position_ids[start : start + length] = torch.arange(length)
-        return {
+        item = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": loss_mask,
             "position_ids": position_ids,
+            "prompt_ids": torch.tensor([prompt_id(pair.module) for pair in pack]),
+        }
+        if self._is_rows:
+            return item
+        return item | {
             "cu_seqlens": _offsets(lengths),
             "cu_seqlens_padded": _offsets(padded),
             "max_seqlen": torch.tensor(max(padded), dtype=torch.int32),
-            "prompt_ids": torch.tensor([prompt_id(pair.module) for pair in pack]),
         }
 
 

@@ -25,7 +25,14 @@ from megatron_loss_agg.explain.samples import (
 )
 from megatron_loss_agg.explain.shares import ALL_MODES, shares_by_mode
 from megatron_loss_agg.explain.show import draw, tables
-from megatron_loss_agg.explain.stock import BatchFlags, Cells, StockRun, in_words
+from megatron_loss_agg.explain.stock import (
+    WHOLE_MICROBATCHES,
+    BatchFlags,
+    Cells,
+    StockRun,
+    divides_by_whole_microbatch,
+    in_words,
+)
 from megatron_loss_agg.microbatch import Microbatch
 
 __all__ = ["main"]
@@ -98,6 +105,10 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
             f"--chats needs the length of a row, got --seq-length {flags.seq_length}. Add "
             "--seq-length after --."
         )
+    is_split = flags.context_parallel_size > 1 and not flags.calculate_per_token_loss
+    has_whole_parts = is_split and divides_by_whole_microbatch()
+    if has_whole_parts:
+        flags = flags._replace(context_parallel_size=1)
     cp_size = flags.context_parallel_size
     if args.data or args.chats:
         lines = islice(_lines(args, flags.seq_length), num_rows)
@@ -105,7 +116,8 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
     else:
         rows = read(run_flags, num_rows)
     cells = Cells.read(rows, rows_per_step, cp_size)
-    return in_words(cells, StockRun.weigh(flags, cells))
+    answer = in_words(cells, StockRun.weigh(flags, cells))
+    return f"{answer}\n\n{WHOLE_MICROBATCHES}" if has_whole_parts else answer
 
 
 def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:

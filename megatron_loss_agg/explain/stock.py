@@ -10,9 +10,13 @@ Suffixes: ``_S`` samples; ``_C`` cells, see `Cells`; ``_P`` parts of microbatche
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -80,6 +84,28 @@ class BatchFlags(NamedTuple):
         """The weight of a token in words."""
         divisor = "M_all" if self.calculate_per_token_loss else f"(M_part * {self.num_parts})"
         return f"w_t = m_t / {divisor}"
+
+
+def divides_by_whole_microbatch() -> bool:
+    """Whether the Megatron found here divides a loss by the tokens of all context-parallel ranks.
+
+    No release to 0.19 does: a rank divides by its own, which is finding 9 of Megatron-LM's issue 7452.
+    Looked up in the source, since Megatron's import takes seconds, and fails on some login nodes: the
+    function that divides then names a process group or a reduction. Without Megatron: False.
+    """
+    spec = find_spec("megatron")
+    folders = (spec and spec.submodule_search_locations) or []
+    files = [Path(folder, "core/pipeline_parallel/schedules.py") for folder in folders]
+    source = next((file.read_text("utf-8") for file in files if file.is_file()), "")
+    names = {
+        name
+        for function in ast.parse(source).body
+        if isinstance(function, ast.FunctionDef) and function.name == "forward_step_calc_loss"
+        for node in ast.walk(function)
+        for field in ("id", "attr", "arg")
+        if isinstance(name := getattr(node, field, None), str)
+    }
+    return any(re.search(r"all_reduce|(cp|context_parallel)_group$", name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -209,6 +235,12 @@ class StockRun(NamedTuple):
             sum_N=(sum_N / cells.tokens_N)[has_tokens_N],
             empty_parts=float(is_empty.double().mean()),
         )
+
+
+WHOLE_MICROBATCHES = (
+    "This Megatron divides by the loss tokens of all context-parallel ranks (the fix of\n"
+    "Megatron-LM's issue 7452, finding 9): a part is a whole microbatch."
+)
 
 
 def in_words(cells: Cells, run: StockRun) -> str:

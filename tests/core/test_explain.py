@@ -374,6 +374,27 @@ def test_stock_weights_are_those_derived_by_hand(capsys, tmp_path, flags):
         assert any(line.startswith(sample) for line in numbers), numbers
 
 
+def test_a_megatron_that_divides_by_whole_microbatches_is_told_by_its_source(
+    capsys, tmp_path, monkeypatch
+):
+    run = "--micro-batch-size 1 --global-batch-size 2 --context-parallel-size".split()
+    data = ["--data", write(tmp_path / "rows.jsonl", *ROWS), "--samples", "4", "--", *run]
+    by_rank = printed(capsys, *data, "2")
+    # The installed Megatron's, but for the division.
+    path = Path("megatron", "core", "pipeline_parallel", "schedules.py")
+    installed = next(file for folder in sys.path if (file := Path(folder, path)).is_file())
+    local = "output_tensor /= torch.clamp(num_tokens, min=1)"
+    whole = "num_tokens = num_tokens.clone()\n{0}torch.distributed.all_reduce(num_tokens, group=x)\n{0}"
+    stock = installed.read_text()
+    assert stock.count(local) == 1
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(stock.replace(local, whole.format(" " * 20) + local))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fixed = printed(capsys, *data, "2")
+    assert "(M_part * 4)" in by_rank and fixed.startswith(printed(capsys, *data, "1").rstrip())
+    assert "finding 9" in fixed and "finding 9" not in by_rank
+
+
 def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp_path):
     path = write(tmp_path / "lengths.txt", 0, 0, 4, 0)
     run = ["--micro-batch-size", "1", "--global-batch-size", "2"]
