@@ -21,6 +21,7 @@ from examples.grpo import checkpoint, packing, task
 from examples.grpo.options import MODES, Options, parse
 from megatron_loss_agg import LossAggregation, StepPlan, predicting_mask
 from megatron_loss_agg.__main__ import main
+from megatron_loss_agg.explain.stock import divides_by_whole_microbatch
 from megatron_loss_agg.mcore import read_batch
 from tests.frameworks.harness import run_in_bash
 from tests.host.harness import run_host_ranks
@@ -74,18 +75,55 @@ def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) ->
         assert halved[name] == pytest.approx(values, rel=1e-4)
 
 
-def test_short_chats_halve_stock_megatrons_gradient_as_explain_says(
+def test_stock_megatrons_gradient_of_short_chats_is_as_explain_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = flags_of("short_chats.sh")
     said = [forked(tmp_path, 2, "pretrain_gpt.py", *flags, *mode) for mode in ((), processes.MODE)]
     stock, plugin = (float(re.findall(r"grad norm: (\S+)", x)[0]) for x in said)
-    assert plugin > 1 and stock / plugin == pytest.approx(0.5, abs=1e-3)
     packs = stdlib_pairs.PackedPairs("train", packs=4, seq_length=1024, pad_to=1024, longest=256)
     rows = [json.dumps({"loss_mask": pack["loss_mask"].tolist()}) for pack in packs]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     assert main(["explain", "--data", str(tmp_path / "rows.jsonl"), "--", *flags]) == 0
-    assert "\nIts weights add up to 0.50 in a step, " in capsys.readouterr().out
+    total = 1 if divides_by_whole_microbatch() else 0.5
+    assert f"\nIts weights add up to {total:.2f} in a step, " in capsys.readouterr().out
+    assert plugin > 1 and stock / plugin == pytest.approx(total, abs=1e-3)
+
+
+LAYOUT = re.compile(r'^    "(.+): (\d) (.+)"$', re.MULTILINE)
+
+
+def test_layouts_part_in_stock_megatron_and_agree_with_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import layouts
+
+    shorter = "--seq-length 256 --pad-samples-to 256 --train-iters 6".split()
+    flags = [*flags_of("layouts.sh"), *shorter]
+    runs = LAYOUT.findall((EXAMPLES / "layouts.sh").read_text())
+    assert [int(ranks) for _, ranks, _ in runs] == [1, 1, 2, 2]
+    for mode in ("stock", "sample_mean"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        aggregation = () if mode == "stock" else processes.MODE
+        for name, ranks, more in runs:
+            said = forked(
+                tmp_path, int(ranks), "pretrain_gpt.py", *flags, *more.split(), *aggregation
+            )
+            (folder / f"{name}.log").write_text(said)
+    assert layouts.main(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "\nSHOWN: " in out and ("7452" in out) == divides_by_whole_microbatch()
+    assert (tmp_path / "layouts.png").read_bytes().startswith(b"\x89PNG")
+    # One loss of the plugin's is off, in one layout.
+    log = tmp_path / "sample_mean" / "CP 2.log"
+    first = layouts.Run.read(log).losses[0]
+    log.write_text(log.read_text().replace(f"{first:.6E}", f"{first * 1.0001:.6E}"))
+    assert layouts.main(tmp_path) == 1
+    # With the fix, runs of CP 2 are those of 1 rank.
+    shutil.copy(tmp_path / "stock/1 rank.log", tmp_path / "stock/CP 2.log")
+    assert layouts.main(tmp_path) == 1 and "7452" in capsys.readouterr().out
 
 
 # What a script that starts without the launcher does before it imports Megatron, or the CPU stands

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.explain.stock import BatchFlags, Cells, StockRun
@@ -72,12 +77,41 @@ def test_the_gradient_of_stock_megatron_is_that_of_the_weights(name: str) -> Non
     assert_exact(TOPOLOGIES[name], cases, expected)
 
 
-def test_short_chats_in_long_rows_halve_the_gradient() -> None:
+def with_upstream_fix(hook: Any, model: Any, step: Callable[[int], Any]) -> Any:
+    """The step of `SHORT_CHATS` where Megatron divides by the tokens of all context-parallel ranks.
+
+    This is how https://github.com/NVIDIA/Megatron-LM/pull/7513 describes itself: losses with a count
+    are divided by that of the whole sequence, and multiplied by the ranks that DDP averages over.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    stock, group = schedules.forward_step_calc_loss, parallel_state.get_context_parallel_group()
+
+    def fixed(model: Any, output: Any, loss_func: Any, *args: Any, **kwargs: Any) -> Any:
+        def whole(output: Any) -> tuple[Any, ...]:
+            loss, *counts, report = loss_func(output)
+            if not counts:
+                return loss, report
+            (tokens,) = (count.clone() for count in counts)
+            dist.all_reduce(tokens, group=group)
+            return loss * group.size(), tokens, report
+
+        return stock(model, output, whole, *args, **kwargs)
+
+    with patch.object(schedules, "forward_step_calc_loss", fixed):
+        return step(len(SHORT_CHATS[0]))
+
+
+def test_short_chats_in_long_rows_halve_the_gradient_without_upstreams_fix() -> None:
     topology = TOPOLOGIES["cp2"]
     stock = Case("sample_mean", layout="bshd", places=SHORT_CHATS, hooked=False)
-    ours = Case("sample_mean", layout="bshd", places=SHORT_CHATS)
-    assert explained(stock, topology)[1] == [0.5]
+    fixed, ours = replace(stock, run=with_upstream_fix), replace(stock, hooked=True)
+    both = replace(ours, run=with_upstream_fix)
+    # As `explain` has it: with the fix, parts are those of one context-parallel rank.
+    assert explained(stock, topology)[1] == [0.5] and explained(stock, TOPOLOGIES["dp1"])[1] == [1]
     mean = weights_of("sample_mean", SHORT_CHATS)
     half = [(i, [w / 2 for w in weights]) for i, weights in mean]
-    gradients = {stock: reference().gradient(half), ours: reference().gradient(mean)}
-    assert_exact(topology, [stock, ours], lambda case: (gradients[case], {}))
+    whole = reference().gradient(mean)
+    gradients = {stock: reference().gradient(half), fixed: whole, ours: whole, both: whole}
+    assert_exact(topology, [*gradients], lambda case: (gradients[case], {}))
