@@ -82,7 +82,7 @@ def table(modes: Mapping[str, Runs]) -> str:
 
 
 def draw(output: Path, modes: Mapping[str, Runs]) -> None:
-    """Draw a panel for each mode, with a curve for each layout."""
+    """Draw a panel for each mode, and in it a curve for each layout."""
     figure = Figure(figsize=(8.4, 3.5), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(modes), sharey=True)
     for axes, (mode, runs) in zip(panels, modes.items(), strict=True):
@@ -93,6 +93,7 @@ def draw(output: Path, modes: Mapping[str, Runs]) -> None:
         title = "stock Megatron" if mode == "stock" else f"--loss-aggregation {mode}"
         axes.set_title(title, fontsize=12)
         axes.set_xlabel("optimizer step", fontsize=11)
+        axes.set_xticks(range(0, len(first.losses) + 1, 2))
         axes.tick_params(labelsize=11)
         axes.grid(linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
@@ -103,7 +104,7 @@ def draw(output: Path, modes: Mapping[str, Runs]) -> None:
 
 def main(folder: Path) -> int:
     """Print, draw, and return the exit status."""
-    logs = sorted(folder.glob("*/*.log"))
+    logs = sorted(folder.glob("*/*.log"), key=lambda log: log.stem)
     names = sorted({log.parent.name for log in logs}, key=lambda mode: mode != "stock")
     modes = {
         name: {log.stem: Run.read(log) for log in logs if log.parent.name == name} for name in names

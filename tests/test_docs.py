@@ -58,6 +58,7 @@ ELSEWHERE = {
     ".venv/bin/python -m tests.mutants": "takes hours; tests/test_tools.py reads its list",
     "bash examples/quickstart.sh": "its commands run in tests/test_examples.py",
     "bash examples/short_chats.sh": "as above",
+    "bash examples/layouts.sh": "as above",
     "bash examples/grpo/run.sh": "its loop runs in tests/test_examples.py",
     "torchrun --nproc-per-node 4 -m examples.grpo.train": "as above",
     "NNODES=": "tests/launch/test_cluster.py",

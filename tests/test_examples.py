@@ -58,7 +58,7 @@ def losses(said: str) -> dict[str, list[float]]:
     return values
 
 
-def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) -> None:
+def test_the_quickstart_learns(tmp_path: Path) -> None:
     flags = [*flags_of("quickstart.sh"), *SHORT]
     trained = losses(forked(tmp_path, 4, "pretrain_gpt.py", *flags))
     assert set(trained) == {"lm loss", "prompt_mean loss"}
@@ -66,13 +66,6 @@ def test_the_quickstart_learns_alike_on_four_ranks_and_on_two(tmp_path: Path) ->
         assert len(values) == STEPS
         assert 5.5 < values[0] < 6.5  # a uniform guess among 384 tokens: ln 384 = 5.95
         assert values[-1] < values[0] - 1.5
-    # As users start it. CP 2 x DP 1: the same packs in twice as many microbatches a rank.
-    command = shlex.join([*LAUNCHER, "examples/pretrain_gpt.py", *flags])
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    torchrun = "torchrun --standalone --nproc-per-node 2"
-    halved = losses(run_in_bash(f"{torchrun} {command} 2>&1", **quiet))
-    for name, values in trained.items():
-        assert halved[name] == pytest.approx(values, rel=1e-4)
 
 
 def test_stock_megatrons_gradient_of_short_chats_is_as_explain_says(
@@ -99,8 +92,9 @@ def test_layouts_part_in_stock_megatron_and_agree_with_the_plugin(
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import layouts
 
-    shorter = "--seq-length 256 --pad-samples-to 256 --train-iters 6".split()
+    shorter = f"--seq-length 256 --pad-samples-to 256 --train-iters {STEPS}".split()
     flags = [*flags_of("layouts.sh"), *shorter]
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     runs = LAYOUT.findall((EXAMPLES / "layouts.sh").read_text())
     assert [int(ranks) for _, ranks, _ in runs] == [1, 1, 2, 2]
     for mode in ("stock", "sample_mean"):
@@ -108,12 +102,17 @@ def test_layouts_part_in_stock_megatron_and_agree_with_the_plugin(
         folder.mkdir()
         aggregation = () if mode == "stock" else processes.MODE
         for name, ranks, more in runs:
-            said = forked(
-                tmp_path, int(ranks), "pretrain_gpt.py", *flags, *more.split(), *aggregation
-            )
+            all_flags = [*flags, *more.split(), *aggregation]
+            if aggregation and name == "CP 2":  # as users start it
+                command = shlex.join([*LAUNCHER, "examples/pretrain_gpt.py", *all_flags])
+                torchrun = f"torchrun --standalone --nproc-per-node {ranks}"
+                said = run_in_bash(f"{torchrun} {command} 2>&1", **quiet)
+            else:
+                said = forked(tmp_path, int(ranks), "pretrain_gpt.py", *all_flags)
             (folder / f"{name}.log").write_text(said)
     assert layouts.main(tmp_path) == 0
     out = capsys.readouterr().out
+    assert "\nstock Megatron\n  1 rank  " in out  # what the others are compared with
     assert "\nSHOWN: " in out and ("7452" in out) == divides_by_whole_microbatch()
     assert (tmp_path / "layouts.png").read_bytes().startswith(b"\x89PNG")
     # One loss of the plugin's is off, in one layout.

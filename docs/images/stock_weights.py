@@ -3,7 +3,7 @@
     PYTHONPATH=examples python docs/images/stock_weights.py OUTPUT.png
 
 The step is the first one of `examples/quickstart.sh`: four microbatches of packed
-samples, two on each of two data-parallel ranks. The README shows this picture.
+samples, two on each of two data-parallel ranks. docs/explain.md shows this picture.
 """
 
 from __future__ import annotations

@@ -377,14 +377,16 @@ def test_stock_weights_are_those_derived_by_hand(capsys, tmp_path, flags):
 def test_a_megatron_that_divides_by_whole_microbatches_is_told_by_its_source(
     capsys, tmp_path, monkeypatch
 ):
-    run = "--micro-batch-size 1 --global-batch-size 2 --context-parallel-size".split()
+    run = ["--micro-batch-size", "1", "--global-batch-size", "2", "--context-parallel-size"]
     data = ["--data", write(tmp_path / "rows.jsonl", *ROWS), "--samples", "4", "--", *run]
     by_rank = printed(capsys, *data, "2")
     # The installed Megatron's, but for the division.
     path = Path("megatron", "core", "pipeline_parallel", "schedules.py")
     installed = next(file for folder in sys.path if (file := Path(folder, path)).is_file())
     local = "output_tensor /= torch.clamp(num_tokens, min=1)"
-    whole = "num_tokens = num_tokens.clone()\n{0}torch.distributed.all_reduce(num_tokens, group=x)\n{0}"
+    whole = (
+        "num_tokens = num_tokens.clone()\n{0}torch.distributed.all_reduce(num_tokens, group=x)\n{0}"
+    )
     stock = installed.read_text()
     assert stock.count(local) == 1
     (tmp_path / path).parent.mkdir(parents=True)
