@@ -11,8 +11,9 @@ import pytest
 
 from tests.distributed import run_ranks
 from tests.launch.processes import Answer, answer
-from tests.peers.standins import HUGGING_FACE
+from tests.peers.standins import HUGGING_FACE, needs_peers
 
+pytestmark = needs_peers
 # Words are tokens: "<user> a b <end> <assistant> c d e <end>".
 TURNS = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<assistant> {% endif %}"

@@ -17,10 +17,12 @@ from tests.distributed import run_ranks
 from tests.frameworks.harness import FP32, page, run_in_bash
 from tests.host.reference import Reference, of_samples, relative_error
 from tests.host.steps import Weights
+from tests.peers.standins import needs_peers
 
-pytestmark = pytest.mark.skipif(
-    sys.version_info >= (3, 13), reason="Bridge 0.6.2 is for Python 3.12"
-)
+pytestmark = [
+    needs_peers,
+    pytest.mark.skipif(sys.version_info >= (3, 13), reason="Bridge 0.6.2 is for Python 3.12"),
+]
 
 MODES = ("token_mean", "sample_mean")
 STOCK = "stock"

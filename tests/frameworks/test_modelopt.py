@@ -16,8 +16,9 @@ from tests.host import test_distillation as distillation
 from tests.host.harness import EXACT, TOPOLOGIES, Topology, error_of, run_host_ranks
 from tests.host.reference import Gradient, relative_error
 from tests.host.steps import weights_of
-from tests.peers.standins import use_peers
+from tests.peers.standins import needs_peers, use_peers
 
+pytestmark = needs_peers
 STANDINS = (
     "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
     "scipy transformers"

@@ -26,7 +26,9 @@ from tests.frameworks.harness import FP32, ROOT, page, run_in_bash
 from tests.host.reference import Gradient, Reference, relative_error
 from tests.host.steps import Weights
 from tests.oracle import Sample
+from tests.peers.standins import needs_peers
 
+pytestmark = needs_peers
 PLUGIN = ROOT / "megatron_loss_agg/frameworks/ms_swift/plugin.py"
 SAMPLE_MEAN = "--loss-aggregation sample_mean"
 FOLDER = TemporaryDirectory()

@@ -58,8 +58,9 @@ from tests.host import gpt
 from tests.host.harness import run_host_ranks
 from tests.host.steps import Places
 from tests.oracle import Sample
-from tests.peers.standins import PEERS
+from tests.peers.standins import PEERS, needs_peers
 
+pytestmark = needs_peers
 STANDINS = (
     "ray jaxtyping loguru transformers cloudpathlib pydantic wandb omegaconf skyrl_gym datasets "
     "torchdata aiohttp orjson pybase64 rich httpx huggingface_hub nvidia_resiliency_ext "

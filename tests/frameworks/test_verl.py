@@ -68,8 +68,9 @@ from tests.frameworks.report import exact as exact_over
 from tests.host import gpt
 from tests.host.harness import MOE, run_host_ranks
 from tests.host.reference import relative_error
-from tests.peers.standins import PEERS
+from tests.peers.standins import PEERS, needs_peers
 
+pytestmark = needs_peers
 ADAPTER = "megatron_loss_agg.frameworks.verl"
 STANDINS = "ray transformers datasets accelerate peft pandas pydantic uvicorn fastapi"
 # The last digit of a rollout is its agent session, which verl counts by prompt.

@@ -10,9 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 # ci/python.sh installs the systems here, and those for ms-swift's command line alone.
 PEERS = Path(sys.prefix) / "peers"
 HUGGING_FACE = Path(sys.prefix) / "hugging_face"
+needs_peers = pytest.mark.skipif(
+    not (PEERS.is_dir() and HUGGING_FACE.is_dir()), reason="needs the systems of ci/test.sh"
+)
 
 
 class _Anything(type):

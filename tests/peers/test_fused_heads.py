@@ -16,9 +16,9 @@ from torch import Tensor
 from tests.host.cases import Case, run
 from tests.host.harness import TOPOLOGIES
 from tests.host.steps import PLACES
-from tests.peers.standins import PEERS, use_peers
+from tests.peers.standins import needs_peers, use_peers
 
-pytestmark = pytest.mark.skipif(not PEERS.is_dir(), reason="bash ci/test.sh installs the heads")
+pytestmark = needs_peers
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden [tokens, hidden], weight [vocab, hidden], labels [tokens]) -> losses [tokens]"""

@@ -23,9 +23,10 @@ from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.presets import PRESETS, Preset, presets_of
 from tests.distributed import run_ranks
 from tests.peers import systems
-from tests.peers.standins import PEERS
+from tests.peers.standins import needs_peers
 from tests.peers.systems import ADVANTAGES, DIVISOR, MASKS
 
+pytestmark = needs_peers
 ROOT = Path(__file__).parents[2]
 # By system, or by preset if it has several: the release or commit, and the function in it.
 COMPARED_WITH = {
@@ -65,7 +66,6 @@ TRAINED = [name for system in ("skyrl", "verl") for name in presets_of(system)]
 
 @cache
 def system_gradients(system: str) -> dict[str, Tensor]:
-    assert PEERS.is_dir(), f"no {PEERS}; bash ci/test.sh installs the systems of ci/peers.txt"
     if system == "megatron-bridge" and sys.version_info >= (3, 13):
         pytest.skip("Bridge 0.6.2 is for Python 3.12")
     found: dict[str, Tensor] = run_ranks(systems.gradients, 1, system)[0]
