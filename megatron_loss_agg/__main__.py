@@ -7,7 +7,8 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from megatron_loss_agg.errors import AggregationError, OptionError
 from megatron_loss_agg.microbatch import Microbatch
@@ -21,6 +22,16 @@ other commands:
   python -m megatron_loss_agg explain [-h] ...    show how each mode weights the samples of a step
   python -m megatron_loss_agg --version
 """
+
+
+WITHOUT_ARGUMENTS = """\
+megatron_loss_agg: exact loss aggregation for Megatron-Core, over the whole optimizer step
+  torchrun ... -m megatron_loss_agg SCRIPT ... --loss-aggregation MODE   train (--help: all flags)
+  python -m megatron_loss_agg doctor    check whether the plugin works here
+  python -m megatron_loss_agg explain   show how each mode, or stock Megatron, weighs samples
+docs: README.md and docs/start.md of its repository
+"""
+_LAUNCHER = Path(__file__).parent / "launch"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,9 +59,12 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         cpu = args[:1] == ["--cpu"]
         command = args[1:] if cpu else args
-        if not command or command[0] in ("-h", "--help"):
+        if not command:
+            print(WITHOUT_ARGUMENTS, end="")
+            return 2
+        if command[0] in ("-h", "--help"):
             print(_help(), end="")
-            return 0 if command else 2
+            return 0
         use = _install(command, cpu)
     except AggregationError as error:
         from megatron_loss_agg.launch.effect import refuse
@@ -94,17 +108,48 @@ def _install(command: list[str], cpu: bool) -> FlagUse:
 
 def _run_script(script: str, use: FlagUse) -> int:
     """Run ``script`` as ``python SCRIPT`` would; return 0 if it succeeded and used our flags."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     from megatron_loss_agg.launch.effect import refuse
 
+    torchrun, show = get_error_handler(), sys.excepthook
+    torchrun.initialize()
+
+    def show_frames_of_script(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
+        trace = _frames_of(script, trace)
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show_frames_of_script
     try:
-        record(runpy.run_path)(script, run_name="__main__")  # so that torchrun names the root cause
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
-    error = use.error_at_exit()
-    return 0 if error is None else refuse(error)
+    except Exception as error:
+        error.__traceback__ = _frames_of(script, error.__traceback__)
+        torchrun.record_exception(error)  # so that torchrun names the root cause
+        raise
+    error_at_exit = use.error_at_exit()
+    return 0 if error_at_exit is None else refuse(error_at_exit)
+
+
+def _frames_of(script: str, trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` from the first frame of ``script`` on, without those of the launcher.
+
+    The last frame stays in any case, since it raised the error.
+    """
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    entry = trace
+    while entry is not None:
+        while (
+            (following := entry.tb_next) is not None
+            and following.tb_next is not None
+            and Path(following.tb_frame.f_code.co_filename).parent == _LAUNCHER
+        ):
+            entry.tb_next = following.tb_next
+        entry = entry.tb_next
+    return trace
 
 
 def _read_data(flags: Sequence[str], number: int) -> Iterator[Microbatch]:

@@ -243,12 +243,18 @@ class LossAggregation:
                 )
             return
         if isinstance(levels, str):
-            levels = [unit.strip() for unit in levels.split(",")]
+            levels = words_in(levels)
         if not _are_levels(levels):
             raise OptionError(
                 "levels of nested_mean must be units from outside to inside, each once, with "
                 f"sample last, got {levels!r}. Give {', '.join(_COUNTABLE)} or ids of another "
                 "name, such as prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
+            )
+        if len(levels) == 1 and f"{levels[0]}_mean" in MODES:
+            raise OptionError(
+                f"nested_mean must have levels beside {levels[0]!r}, got it alone, which is "
+                f"{levels[0]}_mean. Choose that mode, or add levels (levels=, or "
+                "--loss-aggregation-levels)."
             )
         object.__setattr__(self, "levels", (*levels,))
 
@@ -364,7 +370,7 @@ def units_read(terms: Mapping[str, Term]) -> list[Unit]:
 
 def is_preset(name: object) -> bool:
     """True for "system/name", and for the name of a system, whose error lists its presets."""
-    return isinstance(name, str) and ("/" in name or name in SYSTEMS)
+    return isinstance(name, str) and ("/" in name or name.lower() in SYSTEMS)
 
 
 def takes_divisor(name: str) -> bool:
@@ -383,6 +389,11 @@ def aggregation_named(name: str, **options: Any) -> LossAggregation:
     )
 
 
+def words_in(text: str) -> list[str]:
+    """The words of ``text``, with commas or spaces between."""
+    return text.replace(",", " ").split()
+
+
 def _are_levels(levels: Any) -> bool:
     if not isinstance(levels, (list, tuple)) or not levels:
         return False
@@ -397,9 +408,10 @@ def _are_levels(levels: Any) -> bool:
 def _weights_by_id(weights: Any) -> dict[int, float]:
     """Weights by id, in order; empty unless ``weights`` have one number >= 0 for each id."""
     if isinstance(weights, str):
-        weights = [pair.split(":") for pair in weights.split(",")]
+        weights = words_in(weights)
     items = weights.items() if isinstance(weights, Mapping) else weights
     try:
+        items = [x.split(":") if isinstance(x, str) else x for x in items]
         pairs = [(int(d) if isinstance(d, str) else operator.index(d), float(w)) for d, w in items]
     except (TypeError, ValueError):
         return {}
@@ -435,5 +447,5 @@ def _with_modes(presets: Sequence[str]) -> str:
 
 def _advice_on_preset(name: str) -> str:
     """Advice on an unknown preset."""
-    choices = presets_of(name.partition("/")[0]) or [f"{x}/..." for x in SYSTEMS]
+    choices = presets_of(name.partition("/")[0].lower()) or [f"{x}/..." for x in SYSTEMS]
     return f"Choose one of {', '.join(choices)} (--loss-aggregation)."

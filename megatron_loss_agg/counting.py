@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.errors import DataError, OptionError
+from megatron_loss_agg.ids import batch_key
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Microbatch,
@@ -427,8 +428,7 @@ def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
     argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
     return (
         f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument} "
-        f"(the batch key '{unit}_ids', int64 [samples], which with_ids keeps where Megatron packs "
-        f"samples), or choose a mode without {unit}s (--loss-aggregation)."
+        f"({batch_key(unit)}; with_ids keeps them where Megatron packs samples), or choose a mode without {unit}s (--loss-aggregation)."
     )
 
 

@@ -17,6 +17,14 @@ Ids = Tensor | Sequence[int] | Sequence[str]
 """One id per sample: int64 [samples], ints, or strings."""
 
 
+def batch_key(unit: str) -> str:
+    """Where batches have the ids of ``unit``, in words."""
+    key = f"the batch key '{unit}_ids', int64 [samples]"
+    if unit == "prompt":
+        key += ", or for Megatron's --sft --loss-aggregation-sft-prompt-field FIELD"
+    return key
+
+
 def ids_from(name: str, values: Any) -> Tensor:
     """int64 [samples] on the CPU, from ints or from strings."""
     is_sequence = isinstance(values, Iterable) and not isinstance(values, str)

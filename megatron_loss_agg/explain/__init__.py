@@ -11,8 +11,10 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
+from megatron_loss_agg.aggregation import words_in
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.chats import lines_of_chats
 from megatron_loss_agg.explain.samples import (
@@ -61,8 +63,7 @@ def main(argv: Sequence[str], read: Read) -> int:
 def _explain_step(args: argparse.Namespace) -> str:
     """Weigh the samples of one step under each mode, and draw the picture."""
     samples = read_samples(_lines(args))
-    modes = ALL_MODES if args.modes is None else [mode.strip() for mode in args.modes.split(",")]
-    shares, left_out = shares_by_mode(samples, modes, args.divisor, args.empty, args.levels)
+    shares, left_out = shares_by_mode(samples, args.modes or ALL_MODES, args.divisor, args.empty, args.levels)
     if args.plot is not None:
         draw(args.plot, shares)
         print(f"drawn: {args.plot}", file=sys.stderr)
@@ -93,12 +94,12 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
             "-- --micro-batch-size N --global-batch-size N."
         )
     flags = BatchFlags.parse(run_flags)
-    rows_per_step = flags.global_batch_size
-    num_rows = max(1024, rows_per_step) if args.samples is None else args.samples
-    if num_rows < rows_per_step:
+    first_step = flags.schedule[0][1]
+    num_rows = max(1024, first_step) if args.samples is None else args.samples
+    if num_rows < first_step:
         raise OptionError(
-            f"--samples must be at least --global-batch-size, got {num_rows} and "
-            f"{rows_per_step}. Raise --samples, or drop it."
+            f"--samples must be at least --global-batch-size, got {num_rows} and {first_step}. Raise "
+            "--samples, or drop it."
         )
     if args.chats and flags.seq_length < 1:
         raise OptionError(
@@ -108,14 +109,13 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
     is_split = flags.context_parallel_size > 1 and not flags.calculate_per_token_loss
     has_whole_parts = is_split and divides_by_whole_microbatch()
     if has_whole_parts:
-        flags = flags._replace(context_parallel_size=1)
-    cp_size = flags.context_parallel_size
+        flags = replace(flags, context_parallel_size=1)
     if args.data or args.chats:
         lines = islice(_lines(args, flags.seq_length), num_rows)
-        rows = read_rows(lines, is_split=cp_size > 1)
+        rows = read_rows(lines, is_split=flags.context_parallel_size > 1)
     else:
         rows = read(run_flags, num_rows)
-    cells = Cells.read(rows, rows_per_step, cp_size)
+    cells = Cells.read(rows, flags)
     answer = in_words(cells, StockRun.weigh(flags, cells))
     return f"{answer}\n\n{WHOLE_MICROBATCHES}" if has_whole_parts else answer
 
@@ -145,6 +145,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             f"the options of explain must be those of explain --help, got {unknown[0]}. Correct "
             "it, or put -- in front of a run's own script and flags."
         )
+    for name in ("lengths", *LISTS, "modes", "levels"):
+        if (words := getattr(args, name)) is not None:
+            setattr(args, name, words_in(" ".join(words)))
     sources = [name for name in ("lengths", "jsonl", "chats", "data") if getattr(args, name)]
     if len(sources) != 1 and (sources or args.data is None):
         raise OptionError(
@@ -174,21 +177,23 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg explain",
-        usage="%(prog)s (--lengths N,N,... | --jsonl FILE | --chats FILE | --data [FILE]) [options] "
+        usage="%(prog)s (--lengths N ... | --jsonl FILE | --chats FILE | --data [FILE]) [options] "
         "[-- SCRIPT FLAG ...]",
         description="Show each sample's share of the gradient, and the weight of its tokens, under "
         "each mode of loss aggregation; or with --data stock Megatron's weights of the tokens of a "
         "run's own data.",
         allow_abbrev=False,
     )
+    # Words of a list have commas or spaces between.
     sources = parser.add_argument_group("where samples come from")
     sources.add_argument(
-        "--lengths", metavar="N,N,...", help="loss tokens of each sample of a step"
+        "--lengths", metavar="N", nargs="+", help="loss tokens of each sample of a step"
     )
     for name, unit in LISTS.items():
         sources.add_argument(
             f"--{name}",
-            metavar="X,X,...",
+            metavar="X",
+            nargs="+",
             help=f"beside --lengths: {unit} of each sample; equal ones are one, on any rank",
         )
     sources.add_argument(
@@ -220,14 +225,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     modes = parser.add_argument_group("modes, without --data")
     modes.add_argument(
-        "--modes", metavar="MODE,...", help="modes or presets (default: all modes but custom)"
+        "--modes",
+        metavar="MODE",
+        nargs="+",
+        help="modes or presets (default: all modes but custom)",
     )
     modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
     modes.add_argument("--json", action="store_true", help="print a JSON object, not a text")
     modes.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     modes.add_argument(
         "--levels",
-        metavar="UNIT,UNIT,...",
+        metavar="UNIT",
+        nargs="+",
         help="the path of 'nested_mean', from outside to inside, such as prompt,sample",
     )
     modes.add_argument(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,8 @@ class Sample:
     """Data-parallel rank. None: unknown."""
 
 
-def lines_of_lists(lengths: str, lists: Mapping[str, str]) -> list[Line]:
-    """A line for each sample of comma-separated lists, such as ``10,1000,40`` and ``0,0,1``.
+def lines_of_lists(lengths: Sequence[str], lists: Mapping[str, Sequence[str]]) -> list[Line]:
+    """A line for each sample of lists of words, such as 10, 1000, 40 and 0, 0, 1.
 
     Args:
         lists: by the names in `LISTS`.
@@ -55,13 +55,14 @@ def lines_of_lists(lengths: str, lists: Mapping[str, str]) -> list[Line]:
         OptionError: a length is no number, or the lists differ in length.
     """
     try:
-        columns: dict[str, list[Any]] = {"length": [float(item) for item in lengths.split(",")]}
+        columns: dict[str, list[Any]] = {"length": [*map(float, lengths)]}
     except ValueError:
         raise OptionError(
-            f"--lengths must be numbers with commas between, got {lengths!r}. Correct it."
+            "--lengths must be numbers with commas or spaces between, got "
+            f"{','.join(lengths)!r}. Correct it."
         ) from None
-    for option, text in lists.items():
-        columns[LISTS[option]] = [item.strip() for item in text.split(",")]
+    for option, words in lists.items():
+        columns[LISTS[option]] = [*words]
     if len({len(column) for column in columns.values()}) > 1:
         numbers = ", ".join(f"{len(column)} ({name})" for name, column in columns.items())
         raise OptionError(

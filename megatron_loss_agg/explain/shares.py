@@ -59,7 +59,7 @@ def shares_by_mode(
     modes: Iterable[str],
     divisor: float | None = None,
     empty: str | None = None,
-    levels: str | None = None,
+    levels: Sequence[str] | None = None,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -99,7 +99,7 @@ def _needs_divisor(name: str) -> bool:
 
 
 def _aggregation(
-    name: str, divisor: float | None, empty: str | None, levels: str | None
+    name: str, divisor: float | None, empty: str | None, levels: Sequence[str] | None
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
     options: dict[str, Any] = {"divisor": divisor if takes_divisor(name) else None}

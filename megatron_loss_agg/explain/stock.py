@@ -22,11 +22,14 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from megatron_loss_agg.aggregation import words_in
 from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.show import aligned, rows_and_parts, span
 from megatron_loss_agg.microbatch import Microbatch
+
+_POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +39,8 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(f"{message}. Correct this flag after --.")
 
 
-class BatchFlags(NamedTuple):
+@dataclass(frozen=True)
+class BatchFlags:
     """Megatron's flags of these names, which decide what tokens are averaged together.
 
     The number of data-parallel ranks does not: ranks get consecutive rows, so that each microbatch
@@ -48,6 +52,8 @@ class BatchFlags(NamedTuple):
     context_parallel_size: int = 1
     calculate_per_token_loss: bool = False
     seq_length: int = 0
+    step_batch_size_schedule: str = ""
+    rampup_batch_size: Sequence[str] = ()
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> BatchFlags:
@@ -58,32 +64,63 @@ class BatchFlags(NamedTuple):
         parser.add_argument("--context-parallel-size", type=int, default=1)
         parser.add_argument("--calculate-per-token-loss", action="store_true")
         parser.add_argument("--seq-length", type=int, default=0)
-        parser.add_argument("--rampup-batch-size", nargs="+")
-        values = vars(parser.parse_known_args(flags)[0])
-        if values.pop("rampup_batch_size"):
+        parser.add_argument("--rampup-batch-size", nargs="+", default=())
+        parser.add_argument("--step-batch-size-schedule", default="")
+        batch = cls(**vars(parser.parse_known_args(flags)[0]))
+        if batch.step_batch_size_schedule and batch.global_batch_size:
             raise OptionError(
-                "all steps must have the same size, got --rampup-batch-size. Drop it after --, and "
-                "give --global-batch-size."
+                "Megatron takes either --global-batch-size or --step-batch-size-schedule, got both. "
+                "Remove one of them after --."
             )
-        batch = cls(**values)
-        if min(batch[:3]) < 1 or batch.global_batch_size % batch.micro_batch_size:
+        sizes = [size for _, size in batch.schedule]
+        smallest = min(*sizes, batch.micro_batch_size, batch.context_parallel_size)
+        if smallest < 1 or any(size % batch.micro_batch_size for size in sizes):
+            flag = "step-batch-size-schedule" if batch.step_batch_size_schedule else "global-batch-size"
             raise OptionError(
-                "--global-batch-size must be a multiple of --micro-batch-size, and both above 0, "
-                f"got {batch.global_batch_size} and {batch.micro_batch_size}. Give the run's own "
-                "after --."
+                f"--{flag} must be a multiple of --micro-batch-size, and both above 0, got "
+                f"{' '.join(map(str, sizes))} and {batch.micro_batch_size}. Give the run's own after --."
             )
         return batch
 
-    @property
-    def num_parts(self) -> int:
-        """Parts of a step: its microbatches, each on each of its context-parallel ranks."""
-        return self.global_batch_size // self.micro_batch_size * self.context_parallel_size
+    @cached_property
+    def schedule(self) -> list[tuple[int, int]]:
+        """(rows that were read before, rows of a step from then on), as Megatron parses its flags.
 
-    @property
-    def formula(self) -> str:
-        """The weight of a token in words."""
-        divisor = "M_all" if self.calculate_per_token_loss else f"(M_part * {self.num_parts})"
-        return f"w_t = m_t / {divisor}"
+        Raises:
+            OptionError: the schedule cannot be read.
+        """
+        if not self.step_batch_size_schedule:
+            return [(0, self.global_batch_size)]
+        try:
+            words = (word.split(":") for word in words_in(self.step_batch_size_schedule))
+            pairs = [(_number(start), _number(size)) for start, size in words]
+        except ValueError:
+            pairs = []
+        schedule = sorted((start // (self.seq_length or 1), size) for start, size in pairs)
+        if not schedule or schedule[0][0] != 0:
+            raise OptionError(
+                "--step-batch-size-schedule must be pairs of a number of tokens and a batch size, the "
+                f"first from 0 on, got {self.step_batch_size_schedule!r}. Correct it after --, such as "
+                "'0:768 250B:1536'."
+            )
+        return schedule
+
+    def step_sizes(self, num_rows: int) -> list[int]:
+        """The rows of each whole step of the first ``num_rows``."""
+        sizes: list[int] = []
+        read = 0
+        while True:
+            size = [size for start, size in self.schedule if start <= read][-1]
+            read += size
+            if read > num_rows:
+                return sizes
+            sizes.append(size)
+
+
+def _number(text: str) -> int:
+    """Of a schedule of Megatron's, such as ``250B``."""
+    digits = text.upper().rstrip("".join(_POWERS))
+    return int(float(digits) * _POWERS.get(text.upper()[len(digits) :], 1))
 
 
 def divides_by_whole_microbatch() -> bool:
@@ -124,24 +161,25 @@ class Cells:
     """int64: the context-parallel rank."""
     row_S: Tensor
     """int64."""
-    rows_per_step: int
+    rows_N: Tensor
+    """int64: the rows of each step."""
 
     @classmethod
-    def read(cls, rows: Iterable[Microbatch], rows_per_step: int, cp_size: int) -> Cells:
+    def read(cls, rows: Iterable[Microbatch], flags: BatchFlags) -> Cells:
         """Count the tokens of one row or pack each, without those after the last whole step.
 
         Raises:
             AggregationError: fewer rows than a step has, no loss tokens, bad masks or offsets, or a
                 row that so many ranks cannot split.
         """
-        row_cells = [_count(row, cp_size) for row in rows]
-        if len(row_cells) < rows_per_step:
+        row_cells = [_count(row, flags.context_parallel_size) for row in rows]
+        sizes = flags.step_sizes(len(row_cells))
+        if not sizes:
             raise OptionError(
-                f"the data must have the {rows_per_step} rows of a step, got {len(row_cells)}. "
+                f"the data must have the {flags.schedule[0][1]} rows of a step, got {len(row_cells)}. "
                 "Give more rows, or lower --global-batch-size."
             )
-        num_steps = len(row_cells) // rows_per_step
-        del row_cells[num_steps * rows_per_step :]
+        del row_cells[sum(sizes) :]
         tokens, samples, ranks, num_samples = zip(*row_cells, strict=True)
         samples_before = torch.tensor([0, *num_samples]).cumsum(0).tolist()
         cells = cls(
@@ -149,19 +187,19 @@ class Cells:
             sample_C=torch.cat([x + n for x, n in zip(samples, samples_before, strict=False)]),
             rank_C=torch.cat(ranks),
             row_S=torch.arange(len(row_cells)).repeat_interleave(torch.tensor(num_samples)),
-            rows_per_step=rows_per_step,
+            rows_N=torch.tensor(sizes),
         )
         if not len(cells.tokens_C):
             raise OptionError(
-                f"the data must have loss tokens, got none in {num_steps:,} steps of "
-                f"{rows_per_step} rows. Read more rows (--samples)."
+                f"the data must have loss tokens, got none in {len(sizes):,} steps of "
+                f"{span(cells.rows_N, ',.15g')} rows. Read more rows (--samples)."
             )
         return cells
 
     @cached_property
     def step_S(self) -> Tensor:
         """int64."""
-        return self.row_S // self.rows_per_step
+        return torch.arange(len(self.rows_N)).repeat_interleave(self.rows_N)[self.row_S]
 
     @cached_property
     def step_C(self) -> Tensor:
@@ -176,7 +214,7 @@ class Cells:
     @cached_property
     def tokens_N(self) -> Tensor:
         """``M_all`` of each step, fp64."""
-        return torch.bincount(self.step_S, self.tokens_S)
+        return torch.bincount(self.step_S, self.tokens_S, minlength=len(self.rows_N))
 
 
 def _count(row: Microbatch, cp_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -205,6 +243,14 @@ class StockRun(NamedTuple):
     """The sum of all weights, ``sum_t w_t``, of each step with loss tokens, fp64."""
     empty_parts: float
     """The fraction of parts without a loss token, of steps that have one."""
+    parts_N: Tensor
+    """int64: parts of each step: its microbatches, each on each of its context-parallel ranks."""
+
+    @property
+    def formula(self) -> str:
+        """The weight of a token in words."""
+        per_token = self.flags.calculate_per_token_loss
+        return f"w_t = m_t / {'M_all' if per_token else f'(M_part * {span(self.parts_N, ",.15g")})'}"
 
     @classmethod
     def weigh(cls, flags: BatchFlags, cells: Cells) -> StockRun:
@@ -216,24 +262,27 @@ class StockRun(NamedTuple):
         its ``forward_step_calc_loss`` divides by it; or per token, all of them by the step's sum.
         Megatron-Core 0.14 takes no maximum: there the loss of a part without a token is NaN.
         """
-        size, steps = flags.context_parallel_size, len(cells.tokens_N)
+        size, steps = flags.context_parallel_size, len(cells.rows_N)
+        parts_N = cells.rows_N // flags.micro_batch_size * size
+        step_P = torch.arange(steps).repeat_interleave(parts_N)
         microbatch_C = cells.row_S[cells.sample_C] // flags.micro_batch_size
         part_C = microbatch_C * size + cells.rank_C
-        tokens_P = torch.bincount(part_C, cells.tokens_C, minlength=steps * flags.num_parts)
+        tokens_P = torch.bincount(part_C, cells.tokens_C, minlength=len(step_P))
         counted_P = tokens_P.float().trunc().double()  # int() of a sum in fp32
         if flags.calculate_per_token_loss:
-            divisor_C = counted_P.view(steps, -1).sum(1).clamp(min=1)[cells.step_C]
+            divisor_C = torch.bincount(step_P, counted_P).clamp(min=1)[cells.step_C]
         else:
-            divisor_C = flags.num_parts * counted_P[part_C].clamp(min=1)
+            divisor_C = parts_N[cells.step_C] * counted_P[part_C].clamp(min=1)
         weight_C = cells.tokens_N[cells.step_C] / divisor_C
         sum_N = torch.bincount(cells.step_C, weight_C * cells.tokens_C, minlength=steps)
         has_tokens_N = cells.tokens_N > 0
-        is_empty = tokens_P.view(steps, -1)[has_tokens_N] == 0
+        is_empty = tokens_P[has_tokens_N[step_P]] == 0
         return cls(
             flags=flags,
             weight_C=weight_C,
             sum_N=(sum_N / cells.tokens_N)[has_tokens_N],
             empty_parts=float(is_empty.double().mean()),
+            parts_N=parts_N,
         )
 
 
@@ -256,9 +305,13 @@ def in_words(cells: Cells, run: StockRun) -> str:
         "if both sums are scaled to 1.",
         f"{100 * run.empty_parts:.1f} % of the parts (microbatches on one context-parallel rank)",
         "have no loss token, and add 0 to the mean over parts.",
-        f"steps: {len(cells.tokens_N):,}, of {run.flags.global_batch_size:,} rows; "
+        f"steps: {len(cells.rows_N):,}, of {span(cells.rows_N, ',.15g')} rows; "
         f"samples: {len(cells.row_S):,}; loss tokens: {float(cells.tokens_S.sum()):,.15g}",
-        f"stock: {run.flags.formula}",
+        f"stock: {run.formula}",
+    ]
+    if run.flags.rampup_batch_size:
+        lines.append("--rampup-batch-size is ignored, as Megatron-Core 0.18 and later ignore it")
+    lines += [
         "",
         "Weight of a token of the sample, as a multiple of its weight in token_mean",
         aligned({**keys, "weight": weights}, len(keys)),

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,7 @@ from megatron_loss_agg.describe import formula, number_of, terms_in_words
 from megatron_loss_agg.errors import AggregationError
 from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.launch.install import hook_from_args, replacements
+from megatron_loss_agg.mcore.checks.before import has_transformer_engine_loss
 
 Result = tuple[str, str]
 """OK, WARN or FAIL, and a text. FAIL: the plugin would not run, or its loss would not be exact."""
@@ -116,7 +118,8 @@ def _checks(script_flags: Sequence[str] | None) -> dict[str, Check]:
         }
     if script_flags is not None:
         has_training = not isinstance(training, Exception)
-        checks["flags"] = partial(_check_flags, script_flags, has_training)
+        version = getattr(core, "__version__", "")
+        checks["flags"] = partial(_check_flags, script_flags, has_training, version)
     return checks
 
 
@@ -128,10 +131,14 @@ def _check_torch() -> Result:
     return "WARN", f"{torch.__version__} sees no GPU. {advice}"
 
 
+def _release_of(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
 def check_release(version: str, root: Path) -> Result:
     """The support for this Megatron-Core release, which is installed in ``root``."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(match[1]), int(match[2])) if match else (0, 0)
+    release = _release_of(version)
     text, tested = f"{version} in {root}", "0.14 to 0.19"
     if release < (0, 13):
         text += f" scales losses in another way than 0.13 and later. Install {tested}."
@@ -160,7 +167,9 @@ def _check_launcher() -> Result:
     return "OK", text
 
 
-def _check_flags(script_flags: Sequence[str], has_training: bool) -> Result:
+def _check_flags(
+    script_flags: Sequence[str], has_training: bool, core_version: str
+) -> Result:
     """The first thing that a run with these flags, or those of the environment, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
@@ -191,6 +200,11 @@ def _check_flags(script_flags: Sequence[str], has_training: bool) -> Result:
             "WARN",
             f"{loss}; Megatron has no {unknown_flags}: right only if the script adds them",
         )
+    if getattr(args, "sft", False):
+        sft.check_data(args, _release_of(core_version))
+    if has_transformer_engine_loss(args) and find_spec("transformer_engine") is None:
+        engine = "needs Transformer Engine 2.11 or later, and there is none here"
+        return "WARN", f"{loss}; --cross-entropy-fusion-impl te {engine}"
     units = units_by_id(hook.terms).union(*(agg.by_id for agg in hook.also))
     if flags.hook_options(args)["sft_prompt_field"]:
         units.discard("prompt")  # read from the data's lines

@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,17 +17,21 @@ from megatron_loss_agg.aggregation import (
     aggregation_named,
     is_preset,
     takes_divisor,
+    words_in,
 )
 from megatron_loss_agg.errors import OptionError
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
 """The environment variable that holds the flags where another program owns the command line."""
+_DASHES = "-–—"  # of a text that was copied from a page, too
 _CUTOFF = 0.85
-"""Similarity (difflib ratio) from which an unknown flag counts as a misspelt one of ours.
+"""Similarity (difflib ratio) of the first two words of a flag from which it counts as one of ours.
 
-Megatron's flags score below 0.7.
+Megatron's flags score below 0.6.
 """
+_OPTION_CUTOFF = 0.75
+"""Likewise of the other words, from which an option is suggested."""
 
 
 class _Option(NamedTuple):
@@ -37,7 +41,7 @@ class _Option(NamedTuple):
     value: str | None = None  # how the help shows a free value
     words: tuple[str, ...] = ()  # the only values that are allowed
     default: str | None = None  # one of the words
-    nargs: str | None = None  # as in argparse
+    nargs: str | None = None  # as in argparse; the values have commas or spaces between
     type: Callable[[str], Any] = str
 
 
@@ -54,7 +58,8 @@ _AGGREGATION_OPTIONS = {
     "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D", type=float),
     "levels": _Option(
         "for 'nested_mean': its units from outside to inside, such as prompt,rollout,sample",
-        "UNIT,UNIT,...",
+        "UNIT",
+        nargs="+",
     ),
     "empty": _Option(
         "whether groups without active tokens count (default: count, or as the preset has it)",
@@ -71,7 +76,8 @@ _AGGREGATION_OPTIONS = {
     "dataset_weights": _Option(
         "the weight of each data set, such as 0:0.5,1:2, by its place in the blend (batch key "
         "dataset_id); needs --loss-aggregation-sample-weights",
-        "ID:WEIGHT,...",
+        "ID:WEIGHT",
+        nargs="+",
     ),
     "function": _Option(
         "for 'custom': a function (samples) -> coefficient of each sample", "MODULE:NAME"
@@ -210,7 +216,7 @@ def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
             flag = _flag(next(iter(values)))
             raise OptionError(f"{flag} needs {FLAG}, got none. Add {FLAG} MODE, or remove {flag}.")
         return []
-    modes = [mode, *_listed(values.get("also", []))]
+    modes = [mode, *values.get("also", [])]
     options: list[dict[str, Any]] = [{} for _ in modes]
     for name in (x for x in _AGGREGATION_OPTIONS if x in values):
         takers = [i for i, x in enumerate(modes) if _takes(x, name)]
@@ -226,9 +232,9 @@ def hook_options(args: argparse.Namespace) -> dict[str, Any]:
     Flags of several values have lists.
     """
     values = _values(args)
-    options = {name: values.get(name, x.default) for name, x in _HOOK_OPTIONS.items()}
-    lists = {name: _listed(options[name] or []) for name, x in _HOOK_OPTIONS.items() if x.nargs}
-    return options | lists
+    return {
+        name: values.get(name, [] if x.nargs else x.default) for name, x in _HOOK_OPTIONS.items()
+    }
 
 
 def aggregation_from_environment() -> LossAggregation | None:
@@ -291,15 +297,26 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise OptionError(f"{FLAG} must be given once, got {times}. Remove all {FLAG} but one.")
     names = [FLAG, *map(_flag, _OPTIONS)]
     # A script that ignores unknown flags would train without the plugin if ours are misspelt.
-    for flag in (x.partition("=")[0] for x in others if x.startswith("--")):
+    for flag in (x.partition("=")[0] for x in others if x.startswith((*_DASHES,))):
         _refuse_removed(flag)
-        cutoff = 0.0 if flag.startswith(FLAG) else _CUTOFF
-        if nearest := get_close_matches(flag, names, 1, cutoff):
+        if nearest := _nearest(flag):
             raise OptionError(
-                f"{flag} is not a flag of megatron_loss_agg. Write {nearest[0]}, or another of "
+                f"{flag} is not a flag of megatron_loss_agg. Write {nearest}, or another of "
                 f"{', '.join(names)}."
             )
     return vars(values), others
+
+
+def _nearest(flag: str) -> str | None:
+    """The flag of ours that was probably meant by ``flag``; None if it is another program's."""
+    words = flag.strip(_DASHES).replace("_", "-").split("-")
+    if not get_close_matches("-".join(words[:2]), [FLAG.strip(_DASHES)], 1, _CUTOFF):
+        return None
+    option = "-".join(words[2:])
+    names = [name.replace("_", "-") for name in _OPTIONS]
+    near = get_close_matches(option, names, 1, _OPTION_CUTOFF)
+    near += [x for x in names if option and (x.startswith(option) or option.startswith(x))]
+    return _flag(near[0]) if near else f"{FLAG} MODE"  # also for --loss-aggregation-mode
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:
@@ -326,7 +343,7 @@ def _as_flag(setting: str) -> str:
 
 
 def _values(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of the further flags in ``args``, by their names in `_OPTIONS`.
+    """The values of the further flags in ``args``, by their names in `_OPTIONS`; lists as words.
 
     They may come from a YAML file of Megatron, so no parser has checked them.
 
@@ -351,13 +368,9 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
                 f"{_flag(name)} must be one of {', '.join(words)}, got {value!r}. "
                 f"Change {_flag(name)}."
             )
+        if _OPTIONS[name].nargs and not isinstance(value, Mapping):  # such as weights in YAML
+            values[name] = words_in(value if isinstance(value, str) else " ".join(map(str, value)))
     return values
-
-
-def _listed(value: str | Sequence[str]) -> list[str]:
-    """The words of a flag of several values, or of a text in a YAML file; separated by commas, too."""
-    text = value if isinstance(value, str) else " ".join(value)
-    return text.replace(",", " ").split()
 
 
 def _takes(mode: str, name: str) -> bool:

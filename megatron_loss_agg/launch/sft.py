@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,42 @@ def check_flag(args: Any, batch_function: str | None) -> None:
         raise OptionError(
             f"{FLAG} and --loss-aggregation-batch both read the batches, got both. Remove one of them."
         )
+
+
+def check_data(args: Any, release: tuple[int, int]) -> None:
+    """Raise HostError where Megatron would end a run of ``--sft``, at its first batch or much later.
+
+    Args:
+        args: Megatron's parsed flags.
+        release: of Megatron-Core.
+    """
+    if release >= (0, 16) and getattr(args, "create_attention_mask_in_dataloader", False):
+        raise HostError(
+            "--sft needs batches without an attention mask, got no "
+            "--no-create-attention-mask-in-dataloader. Add it."
+        )
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    paths = [] if blend is None or per_split else [Path(path) for path in blend[0]]
+    split = args.split or "969, 30, 1"  # Megatron's default
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    evaluates = getattr(args, "eval_iters", None) != 0
+    for path in (path for path in paths if path.is_file()):
+        with path.open() as file:
+            lines = sum(not line.isspace() for line in file)
+        for name, ends in zip(("training", "validation", "test"), matrix, strict=True):
+            is_read = ends is not None and (evaluates or name == "training")
+            if is_read and len({round(end * lines) for end in ends}) == 1:
+                raise HostError(
+                    f"--split must leave lines for each set with a share, got {split!r}, under which "
+                    f"the {lines} lines of {path} leave none for {name}, and Megatron divides by their "
+                    "number. Give another, such as --split 90,10,0, which has no test set."
+                )
 
 
 def with_prompt_ids(

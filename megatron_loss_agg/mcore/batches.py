@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
 from megatron_loss_agg.errors import DataError, HostError, OptionError
+from megatron_loss_agg.ids import batch_key
 from megatron_loss_agg.mcore.packs import OFFSET_KEYS, pack_offsets
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
@@ -196,13 +197,12 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
         mask = mask.reshape(1, -1)
     inputs = model_inputs_in(batch, mask)
     microbatch = Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
-    missing = [f"{unit}_ids" for unit in units if microbatch.ids_of(unit) is None]
+    missing = [unit for unit in units if microbatch.ids_of(unit) is None]
     if missing and microbatch.num_samples:
         raise DataError(
-            f"a batch must have {' and '.join(map(repr, missing))}, an id for each sample, got the keys "
-            f"{batch_keys(batch)}. Add that key (for Megatron's --sft: "
-            "--loss-aggregation-sft-prompt-field FIELD gives prompt_ids), or choose another mode or "
-            "levels (--loss-aggregation, --loss-aggregation-levels)."
+            f"a batch must have {' and '.join(repr(f'{unit}_ids') for unit in missing)}, an id for each "
+            f"sample, got the keys {batch_keys(batch)}. Add {' and '.join(map(batch_key, missing))}, or "
+            "choose another mode or levels (--loss-aggregation, --loss-aggregation-levels)."
         )
     return microbatch
 

@@ -88,6 +88,17 @@ def test_lines_of_a_file_weigh_the_same_as_lists(capsys, tmp_path):
     assert numbers_by_mode(capsys, "--jsonl", lines, *options) == numbers_by_mode(capsys, *STEP)
 
 
+def test_lists_take_commas_and_spaces_alike(capsys):
+    lists = [" ".join(x.split(",")) if "," in x else x for x in STEP]
+    words = [word for x in lists for word in x.split()]
+    assert len(words) > len(STEP)
+    wide = [x.replace(",", ", ") for x in STEP]
+    for args in (words, wide):
+        assert numbers_by_mode(capsys, *args) == numbers_by_mode(capsys, *STEP)
+    modes = ["--modes", "token_mean", "sample_mean"]
+    assert list(numbers_by_mode(capsys, "--lengths", "1", *modes)) == modes[1:]
+
+
 def test_samples_without_tokens_count_or_are_skipped(capsys):
     step = ["--lengths", "10,0", "--modes", "sample_mean,nemo-rl/sequence_level"]
     for empty, weight in (("count", 1 / 20), ("skip", 1 / 10)):
@@ -188,7 +199,7 @@ CP2 = f"--data PATH {ONE_ROW} --context-parallel-size 2"
 NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
 # Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
-    "--lengths 1,x": "OptionError: --lengths must be numbers with commas between, got '1,x'. ",
+    "--lengths 1,x": "OptionError: --lengths must be numbers with commas or spaces between, got '1,x'. ",
     "--lengths 1,-1": f"{NUMBERS}[-1.0] in sample 1. ",
     "--lengths 1,2 --prompts 0": (
         "OptionError: each list must have one value for each sample, got 2 (length), 1 (prompt). "
@@ -247,8 +258,19 @@ BAD_ARGUMENTS = {
     f"--data --chats x --tokenizer y {ONE_ROW}": (
         "OptionError: --chats needs the length of a row, got --seq-length 0. Add --seq-length "
     ),
-    f"--data x {ONE_ROW} --rampup-batch-size 1 1 9": (
-        "OptionError: all steps must have the same size, got --rampup-batch-size. Drop it after --"
+    "--data x -- --micro-batch-size 2 --step-batch-size-schedule 0:2,9:3": (
+        "OptionError: --step-batch-size-schedule must be a multiple of --micro-batch-size, and both "
+        "above 0, got 2 3 and 2. Give the run's own "
+    ),
+    **{
+        f"--data x -- --micro-batch-size 1 --step-batch-size-schedule {schedule}": (
+            "OptionError: --step-batch-size-schedule must be pairs of a number of tokens and a batch "
+            f"size, the first from 0 on, got '{schedule}'. Correct it after --"
+        )
+        for schedule in ("9:1", "0:x", "0", "0:1:2")
+    },
+    f"--data x {ONE_ROW} --step-batch-size-schedule 0:1": (
+        "OptionError: Megatron takes either --global-batch-size or --step-batch-size-schedule, got both"
     ),
 }
 # The file at PATH of --jsonl, and of --data; and the beginning of its error.
@@ -331,6 +353,22 @@ def test_the_guide_shows_what_is_printed(capsys, tmp_path):
         out = printed(capsys, *args)
         assert f"```text\n{out}```\n" in GUIDE
     assert "25.0 % of the weight is on other" in out and "0.67 to 2.00 times" in out
+
+
+def test_batch_sizes_of_a_run_are_those_of_megatron(capsys, tmp_path):
+    path = write(tmp_path / "lengths.txt", *FOUR)
+    run = ["--data", path, "--", "--micro-batch-size", "1"]
+    # Two rows of 1 and 3 tokens, 4 / (2 * 1) = 2 and 4 / (2 * 3) = 0.67; then one row a step.
+    for schedule in (["0:2 2:1"], ["2:1, 0:2"], ["0:2 0.008K:1", "--seq-length", "4"]):
+        out = printed(capsys, *run, "--step-batch-size-schedule", *schedule)
+        assert "gives a token 0.67 to 2.00 times" in out
+        assert "\nsteps: 3, of 1 to 2 rows; samples: 4; loss tokens: 16\n" in out
+        assert "\nstock: w_t = m_t / (M_part * 1 to 2)\n" in out
+    run += ["--global-batch-size", "4"]
+    stock = printed(capsys, *run)
+    ignored = "--rampup-batch-size is ignored, as Megatron-Core 0.18 and later ignore it\n"
+    ramped = printed(capsys, *run, "--rampup-batch-size", "1", "1", "9")
+    assert ramped.replace(ignored, "") == stock and ignored in ramped
 
 
 # Two steps of two rows on two context-parallel ranks, which hold the first and last quarter of a

@@ -38,7 +38,7 @@ def explained(case: Case, topology: Topology) -> tuple[Weights, list[float]]:
         context_parallel_size=cp_size,
         calculate_per_token_loss=case.per_token,
     )
-    cells = Cells.read(rows, len(rows), cp_size)
+    cells = Cells.read(rows, flags)
     run = StockRun.weigh(flags, cells)
     places = zip(cells.sample_C.tolist(), cells.rank_C.tolist(), strict=True)
     all_tokens = float(cells.tokens_S.sum())

@@ -119,8 +119,9 @@ def test_stock_weights_are_those_of_megatrons_own_schedule() -> None:
 
     masks = [[1.0, 1.0, 0.0, 0.5], [0.0, 0.0, 0.0, 1.0]]  # tokens 2.5, counted as 2; and 1
     (weights,) = run_host_ranks(stock_loss, 1, masks, initialized=False)
-    cells = Cells.read([Microbatch(torch.tensor([mask])) for mask in masks], 2, cp_size=1)
-    run = StockRun.weigh(BatchFlags(micro_batch_size=1, global_batch_size=2), cells)
+    flags = BatchFlags(micro_batch_size=1, global_batch_size=2)
+    cells = Cells.read([Microbatch(torch.tensor([mask])) for mask in masks], flags)
+    run = StockRun.weigh(flags, cells)
     multiples = run.weight_C.tolist()  # a row is a cell
     for gradient, mask, multiple in zip(weights, masks, multiples, strict=True):
         assert gradient == pytest.approx([m * multiple / 3.5 for m in mask])  # times token_mean's

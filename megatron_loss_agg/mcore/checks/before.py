@@ -131,13 +131,19 @@ def _check_optimizer_instances(settings: Any, wrapper_settings: Any) -> None:
         raise _refusal("num_distributed_optimizer_instances", " > 1", reason)
 
 
-def _check_fused_cross_entropy(settings: Any) -> None:
+def has_transformer_engine_loss(settings: Any) -> bool:
+    """Whether Transformer Engine computes the cross entropy. Without it Megatron raises an error."""
     is_fused = getattr(settings, "cross_entropy_loss_fusion", False)
-    if not is_fused or getattr(settings, "cross_entropy_fusion_impl", "") != "te":
+    return is_fused and getattr(settings, "cross_entropy_fusion_impl", "") == "te"
+
+
+def _check_fused_cross_entropy(settings: Any) -> None:
+    if not has_transformer_engine_loss(settings):
         return
     from megatron.core.utils import get_te_version, is_te_min_version
 
-    if not is_te_min_version("2.11.0"):
+    is_installed = get_te_version().release != (0, 0, 0)  # Megatron's word for none
+    if is_installed and not is_te_min_version("2.11.0"):
         reason = (
             f"Transformer Engine {get_te_version()}, as all before 2.11, multiplies gradients of tokens "
             "by the weights of others"
