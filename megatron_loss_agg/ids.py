@@ -17,7 +17,7 @@ Ids = Tensor | Sequence[int] | Sequence[str]
 """One id per sample: int64 [samples], ints, or strings."""
 
 
-def batch_key(unit: str) -> str:
+def id_source(unit: str) -> str:
     """Where batches have the ids of ``unit``, in words."""
     key = f"the batch key '{unit}_ids', int64 [samples]"
     if unit == "prompt":

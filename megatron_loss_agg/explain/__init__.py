@@ -63,7 +63,9 @@ def main(argv: Sequence[str], read: Read) -> int:
 def _explain_step(args: argparse.Namespace) -> str:
     """Weigh the samples of one step under each mode, and draw the picture."""
     samples = read_samples(_lines(args))
-    shares, left_out = shares_by_mode(samples, args.modes or ALL_MODES, args.divisor, args.empty, args.levels)
+    shares, left_out = shares_by_mode(
+        samples, args.modes or ALL_MODES, args.divisor, args.empty, args.levels
+    )
     if args.plot is not None:
         draw(args.plot, shares)
         print(f"drawn: {args.plot}", file=sys.stderr)

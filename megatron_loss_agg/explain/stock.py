@@ -75,7 +75,11 @@ class BatchFlags:
         sizes = [size for _, size in batch.schedule]
         smallest = min(*sizes, batch.micro_batch_size, batch.context_parallel_size)
         if smallest < 1 or any(size % batch.micro_batch_size for size in sizes):
-            flag = "step-batch-size-schedule" if batch.step_batch_size_schedule else "global-batch-size"
+            flag = (
+                "step-batch-size-schedule"
+                if batch.step_batch_size_schedule
+                else "global-batch-size"
+            )
             raise OptionError(
                 f"--{flag} must be a multiple of --micro-batch-size, and both above 0, got "
                 f"{' '.join(map(str, sizes))} and {batch.micro_batch_size}. Give the run's own after --."
@@ -249,8 +253,9 @@ class StockRun(NamedTuple):
     @property
     def formula(self) -> str:
         """The weight of a token in words."""
-        per_token = self.flags.calculate_per_token_loss
-        return f"w_t = m_t / {'M_all' if per_token else f'(M_part * {span(self.parts_N, ",.15g")})'}"
+        if self.flags.calculate_per_token_loss:
+            return "w_t = m_t / M_all"
+        return f"w_t = m_t / (M_part * {span(self.parts_N, ',.15g')})"
 
     @classmethod
     def weigh(cls, flags: BatchFlags, cells: Cells) -> StockRun:

@@ -167,9 +167,7 @@ def _check_launcher() -> Result:
     return "OK", text
 
 
-def _check_flags(
-    script_flags: Sequence[str], has_training: bool, core_version: str
-) -> Result:
+def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: str) -> Result:
     """The first thing that a run with these flags, or those of the environment, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):

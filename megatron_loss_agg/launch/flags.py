@@ -24,7 +24,7 @@ from megatron_loss_agg.errors import OptionError
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
 """The environment variable that holds the flags where another program owns the command line."""
-_DASHES = "-–—"  # of a text that was copied from a page, too
+_DASHES = "-\N{EN DASH}\N{EM DASH}"  # the last two are in text that was copied from a page
 _CUTOFF = 0.85
 """Similarity (difflib ratio) of the first two words of a flag from which it counts as one of ours.
 

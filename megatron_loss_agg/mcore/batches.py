@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.ids import batch_key
+from megatron_loss_agg.ids import id_source
 from megatron_loss_agg.mcore.packs import OFFSET_KEYS, pack_offsets
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
@@ -201,7 +201,7 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     if missing and microbatch.num_samples:
         raise DataError(
             f"a batch must have {' and '.join(repr(f'{unit}_ids') for unit in missing)}, an id for each "
-            f"sample, got the keys {batch_keys(batch)}. Add {' and '.join(map(batch_key, missing))}, or "
+            f"sample, got the keys {batch_keys(batch)}. Add {' and '.join(map(id_source, missing))}, or "
             "choose another mode or levels (--loss-aggregation, --loss-aggregation-levels)."
         )
     return microbatch

@@ -20,7 +20,7 @@ from tests.oracle import Sample
 FLOATS = (torch.float32, F64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # Groups of any name are told by ids, see `meaning.names_of`.
-PATHS = [("prompt", "sample"), ("rollout", "sample"), ("dataset", "sample"), ("prompt",)]
+PATHS = [("prompt", "sample"), ("rollout", "sample"), ("dataset", "sample")]
 PATHS += [("prompt", "rollout"), ("prompt", "rollout", "sample")]
 PATHS += [("session",), ("task", "session"), ("prompt", "session", "sample")]
 # Ids collide where a host rounds them through fp64 (2**53), fp32 (2**24), int32, or takes a

@@ -58,7 +58,6 @@ NESTED = {
     ("prompt", "sample"): ([8.0, 4, 4], [2.25 * 4, 2.25 * 2, 2.25 * 2]),
     # The data sets 3 and 8; V = (0.5 + 1) / 2 + 2
     ("dataset", "sample"): ([8.0, 2, 8], [2.75 * 4, 2.75, 2.75 * 4]),
-    ("prompt",): BY_HAND["prompt_mean"],
     ("session",): BY_HAND["rollout_mean"],  # by another name, see `names_of`
 }
 

@@ -138,7 +138,8 @@ REFUSED: list[tuple[Callable[[Any], Any], Any, str]] = [
         reader_for(read_batch, MISSPELT),
         OF_SESSIONS,
         r"^a batch must have 'prompt_ids' and 'sesion_ids', .*, got the keys \['loss_mask', "
-        r"'position_ids', 'prompt_id', 'session_ids'\]. Add .*--loss-aggregation-levels",
+        r"'position_ids', 'prompt_id', 'session_ids'\]. Add .*--sft "
+        r"--loss-aggregation-sft-prompt-field FIELD .*--loss-aggregation-levels",
     ),
 ]
 

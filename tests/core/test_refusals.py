@@ -190,6 +190,17 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         r"slime/sample_mean \(rollout_mean\), ",
         aggregating("SAMPLE-MEAN"),
     ),
+    *(
+        (OptionError, rf"^unknown mode '{name}'. Choose .*{preset} \({mode}\)", aggregating(name))
+        for name, preset, mode in (
+            ("TOKEN_MEAN", "verl/token-mean", "token_mean"),
+            ("sequence_mean", "skyrl/sequence_mean", "sample_mean"),
+            ("grpo", "trl/grpo", "sample_mean"),
+            ("dapo", "ms-swift/dapo", "token_mean"),
+            ("dr_grpo", "trl/dr_grpo", "constant"),
+            ("seq_mean_token_sum_norm", "roll/seq-mean-token-sum-norm", "sum"),
+        )
+    ),
     (OptionError, f"^unknown mode None. {MODES}", aggregating(None)),
     (OptionError, r"'token-mean'. Choose", aggregating("token-mean")),
     (
@@ -254,6 +265,15 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         aggregating("token_mean", count="sample"),
     ),
     *((OptionError, f"^{UNITS}", aggregating("nested_mean", levels=x)) for x in LEVELS),
+    *(
+        (
+            OptionError,
+            f"^nested_mean must have levels beside '{x}', got it alone, which is {x}_mean. Choose .*"
+            "--loss-aggregation-levels",
+            aggregating("nested_mean", levels=[x]),
+        )
+        for x in ("prompt", "rollout", "dataset", "sample")
+    ),
     (
         OptionError,
         "^mode 'prompt_mean' takes no levels, got .*. Drop them, .*--loss-aggregation-levels",

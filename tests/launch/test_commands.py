@@ -19,6 +19,12 @@ BAD_STARTS = {
     "SCRIPT @ bogus": "OptionError: unknown mode 'bogus' ... one of token_mean, ",
     "SCRIPT @=": "OptionError: unknown mode ''",
     "SCRIPT @ verl": "OptionError: unknown preset 'verl'. Choose one of verl/t",
+    "SCRIPT @ TRL": "OptionError: unknown preset 'TRL'. Choose one of trl/grpo",
+    "SCRIPT @ VERL/token-mean": "OptionError: unknown preset 'VERL/token-mean'. Choose one of verl/t",
+    "SCRIPT @ seq-mean-token-mean": (
+        "OptionError: unknown mode 'seq-mean-token-mean'. Choose the preset of your system, "
+        "verl/seq-mean-token-mean (sample_mean), roll/seq-mean-token-mean (sample_mean), trinity/"
+    ),
     "SCRIPT @-audit": "OptionError: @-audit needs @, got none. Add @ MODE, or remove @-audit.",
     "SCRIPT @-split contiguous": "OptionError: @-split needs @, got none. Add @ MODE, or",
     "SCRIPT @ sum @ sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",
@@ -48,11 +54,25 @@ BAD_STARTS = {
         "OptionError: argument @-divisor: invalid float value: 'x'. Correct this flag"
     ),
     "SCRIPT @-emtpy skip": "OptionError: @-emtpy is not a flag of megatron_loss_agg. Write @-empty",
-    "SCRIPT --loss-agregation sum": (
-        "OptionError: --loss-agregation is not a flag of megatron_loss_agg. Write @, or another of"
-    ),
+    **{
+        f"SCRIPT {flag} sum": (
+            f"OptionError: {flag} is not a flag of megatron_loss_agg. Write {meant}, or another of @, "
+        )
+        for flag, meant in {
+            "--loss-agregation": "@ MODE",
+            "--loss_aggregation": "@ MODE",
+            "-loss-aggregation": "@ MODE",
+            "—loss-aggregation": "@ MODE",
+            "@-mode": "@ MODE",
+            "@-type": "@ MODE",
+            "--loss-agregation-mode": "@ MODE",
+            "--loss_aggregation_divisor": "@-divisor",
+            "@-eval": "@-evaluation",
+            "@-mtp-mode": "@-mtp",
+        }.items()
+    },
     "SCRIPT --loss_aggregation=sum": (
-        "OptionError: --loss_aggregation is not a flag of megatron_loss_agg. Write @, or another of"
+        "OptionError: --loss_aggregation is not a flag of megatron_loss_agg. Write @ MODE, or another"
     ),
     "@ sum | SCRIPT @ sum": (
         f"OptionError: The flags must stand in {VARIABLE} or on the command line, got @ beside "
@@ -77,7 +97,10 @@ BAD_STARTS = {
     "SCRIPT @ trl/dapo @-levels prompt": (
         "OptionError: @-levels needs @ nested_mean, got the preset 'trl/dapo'. Remove"
     ),
-    "SCRIPT @ nested_mean @-levels prompt,sample,turn": (
+    "SCRIPT @ nested_mean @-levels prompt": (
+        "OptionError: nested_mean must have levels beside 'prompt', got it alone, which is prompt_mean."
+    ),
+    "SCRIPT @ nested_mean @-levels prompt sample turn": (
         "OptionError: 'turn' ... ids of another name ... sample last"
     ),
     "SCRIPT @ nested_mean @-levels position,sample": (
@@ -95,6 +118,13 @@ BAD_STARTS = {
     "SCRIPT @ sum @-batch no_module:f": "OptionError: @-batch must be module:name of a function",
 }
 USAGE = {"": 2, "--cpu": 2, "--help": 0, "--cpu -h": 0}
+FIRST_WORDS = [
+    "megatron_loss_agg: exact loss aggregation",
+    "  torchrun ... -m megatron_loss_agg SCRIPT ... @ MODE ",
+    "  python -m megatron_loss_agg doctor ",
+    "  python -m megatron_loss_agg explain ",
+    "docs: ",
+]
 
 
 def test_a_bad_start_ends_with_one_line_before_megatron_is_imported() -> None:
@@ -108,15 +138,22 @@ def test_a_bad_start_ends_with_one_line_before_megatron_is_imported() -> None:
         assert FLAG in line or "SCRIPT must be a file" in line
 
 
-def test_a_start_without_a_script_shows_the_usage() -> None:
+def test_a_start_without_a_script_shows_the_commands_or_all_flags() -> None:
     for result, code in zip(answers([*USAGE], with_megatron=False), USAGE.values(), strict=True):
         assert (result.code, result.complained) == (code, "")
+        if code:
+            lines = result.said.splitlines()
+            assert all(len(line) < 100 for line in lines)
+            for line, words in zip(lines, FIRST_WORDS, strict=True):
+                assert line.startswith(words.replace("@", FLAG))
+            continue
         assert result.said.startswith("usage: torchrun ... -m megatron_loss_agg [--cpu] SCRIPT")
         for flag in ("", "-divisor", "-empty", "-function", "-batch", "-empty-step", "-audit"):
             assert f"{FLAG}{flag} " in result.said or f"{FLAG}{flag}]" in result.said
 
 
 MODE = "@ prompt_mean"
+SFT = "--sft --no-create-attention-mask-in-dataloader"
 # Flags of a launch script, and the finding, as `assert_says` takes it.
 DOCTOR = {
     f"examples/pretrain_gpt.py --num-layers 2 {MODE}": (
@@ -128,12 +165,33 @@ DOCTOR = {
         "OK: sum; w_t = m_t; also rollout_mean; no other flag conflicts with it; "
         "the batches must have rollout_ids"
     ),
-    f"--sft {MODE}": (
+    f"{SFT} {MODE}": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it; "
         "the batches must have prompt_ids; @-sft-prompt-field FIELD gives prompt_ids"
     ),
-    f"--sft {MODE} @-sft-prompt-field question_id": (
+    f"{SFT} @ sum @-also prompt_mean": (
+        "OK: sum; w_t = m_t; also prompt_mean; ... must have prompt_ids; @-sft-prompt-field FIELD gives"
+    ),
+    f"{SFT} {MODE} @-sft-prompt-field question_id": (
         "OK: prompt_mean; w_t = m_t / (M_prompt * N_prompt); no other flag conflicts with it"
+    ),
+    f"--sft {MODE}": (
+        "FAIL: HostError: --sft needs batches without an attention mask, got no "
+        "--no-create-attention-mask-in-dataloader. Add it."
+    ),
+    # 300 lines: the test set's share is 0.3 of a line. With --eval-iters 0 nobody reads it.
+    f"{SFT} {MODE} --data-path CHATS": (
+        "FAIL: HostError: --split must leave lines ... got '969, 30, 1', under which the 300 lines of "
+        "CHATS leave none for test, and Megatron divides by their number. Give another, such as"
+    ),
+    f"{SFT} {MODE} --data-path CHATS --split 999,1,0": "FAIL: HostError: ... none for validation, and",
+    f"{SFT} {MODE} --data-path CHATS --split 0.001,1,0": "FAIL: HostError: ... none for training, and",
+    f"{SFT} {MODE} --data-path CHATS --split 90,10,0": "OK: prompt_mean",
+    f"{SFT} {MODE} --data-path CHATS --eval-iters 0": "OK: prompt_mean",
+    f"{SFT} {MODE} --data-path nowhere.jsonl": "OK: prompt_mean",
+    # As on a login node.
+    f"--cross-entropy-loss-fusion --cross-entropy-fusion-impl te {MODE}": (
+        "WARN: prompt_mean; ... te needs Transformer Engine 2.11 or later, and there is none here"
     ),
     f"nosuch.py {MODE}": "FAIL: SCRIPT must be a file, got 'nosuch.py'. Give a training script",
     "--num-layers 2": "WARN: without @ the plugin does nothing. Add @ MODE.",
@@ -144,7 +202,7 @@ DOCTOR = {
     "@ constant": "FAIL: OptionError: mode 'constant' needs a div",
     # A module that lies beside the script.
     f"tests/launch/test_flags.py @-batch processes:run {MODE}": "OK: prompt_mean; w_t =",
-    f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @-m",
+    f"@-mod x {MODE}": "FAIL: OptionError: @-mod is not a flag of megatron_loss_agg. Write @ M",
     "@ token_mean @-moe whole": "FAIL: OptionError: @-moe was removed: the losses of routers",
     "@ token_mean @-extension routers:RouterLosses": "OK: token_mean; w_t =",
     "@ token_mean --hybrid-context-parallel": "FAIL: HostError: --hybrid-context-parallel needs",
@@ -157,8 +215,11 @@ def findings(said: str) -> dict[str, str]:
     return {name: f"{level}: {text}" for level, name, text in lines}
 
 
-def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> None:
-    first, *others = answers(["doctor", *(f"doctor -- {flags}" for flags in DOCTOR)])
+def test_this_environment_is_fit_and_flags_are_checked_against_each_other(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("{}\n" * 300)
+    lines = [f"doctor -- {flags}".replace("CHATS", str(chats)) for flags in DOCTOR]
+    first, *others = answers(["doctor", *lines])
     checks = first.said.splitlines()
     assert first.code == 0, checks
     assert {line.split()[0] for line in checks} <= {"OK", "WARN"}
@@ -167,7 +228,7 @@ def test_this_environment_is_fit_and_flags_are_checked_against_each_other() -> N
     assert checks[4].endswith("Megatron's schedules and optimizers, and of megatron.training")
     for result, (script_flags, text) in zip(others, DOCTOR.items(), strict=True):
         last = findings(result.said)["flags"]
-        assert_says(last, text.replace("@", FLAG))
+        assert_says(last, text.replace("@", FLAG).replace("CHATS", str(chats)))
         assert last.startswith("FAIL") == (result.code == 1)
         if "-sft-prompt-field" in script_flags:
             assert "the batches must have" not in last

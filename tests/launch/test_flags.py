@@ -42,11 +42,11 @@ def test_the_flag_set_is_frozen() -> None:
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     flags = {a.option_strings[0]: (a.dest, a.nargs, a.default) for a in parser._actions}
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
-    values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-sample-weights", "-levels"]
-    values += ["-dataset-weights", "-sft-prompt-field", "-mismatch", "-count"]
+    values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-sample-weights"]
+    values += ["-sft-prompt-field", "-mismatch", "-count"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
-    for x in ("also", "extension"):
-        expected[f"{FLAG}-{x}"] = (f"loss_aggregation_{x}", "+", None)
+    for x in ("also", "extension", "levels", "dataset_weights"):
+        expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", "+", None)
     for x in ("audit", "report_datasets", "report_weights"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", 0, False)
     assert flags == expected
@@ -64,9 +64,18 @@ AGGREGATIONS = {
     "@ nested_mean @-levels prompt,sample": LossAggregation(
         mode="nested_mean", levels=("prompt", "sample")
     ),
+    "@ nested_mean @-levels prompt sample": LossAggregation(
+        mode="nested_mean", levels=("prompt", "sample")
+    ),
+    "@ nested_mean @-levels prompt, rollout sample": LossAggregation(
+        mode="nested_mean", levels=("prompt", "rollout", "sample")
+    ),
     "@ custom @-function json:dumps": LossAggregation(mode="custom", function=json.dumps),
     "@ token_mean @-sample-weights skip": LossAggregation(mode="token_mean", sample_weights="skip"),
     "@ sample_mean @-dataset-weights 1:2,0:.5 @-sample-weights count": LossAggregation(
+        mode="sample_mean", dataset_weights={0: 0.5, 1: 2.0}, sample_weights="count"
+    ),
+    "@ sample_mean @-sample-weights count @-dataset-weights 1:2 0:.5": LossAggregation(
         mode="sample_mean", dataset_weights={0: 0.5, 1: 2.0}, sample_weights="count"
     ),
     "@ trl/grpo @-dataset-weights 0:3 @-sample-weights skip": LossAggregation(
@@ -149,6 +158,14 @@ def test_flags_from_a_yaml_file_are_read() -> None:
     words = argparse.Namespace(loss_aggregation="sum", loss_aggregation_also="constant token_mean")
     words.loss_aggregation_divisor = 2
     assert [x.mode for x in aggregations_from(words)] == ["sum", "constant", "token_mean"]
+    paths = argparse.Namespace(loss_aggregation="nested_mean")
+    for levels in ("prompt sample", "prompt,sample", ["prompt", "sample"]):
+        paths.loss_aggregation_levels = levels
+        assert [x.levels for x in aggregations_from(paths)] == [("prompt", "sample")]
+    weights = argparse.Namespace(loss_aggregation="sum", loss_aggregation_sample_weights="skip")
+    for by_id in ("0:0.5 1:2", {0: 0.5, 1: 2}):
+        weights.loss_aggregation_dataset_weights = by_id
+        assert [x.dataset_weights for x in aggregations_from(weights)] == [{0: 0.5, 1: 2.0}]
     for name in ("loss_aggregation_emtpy", "loss-aggregation-empty"):
         with pytest.raises(OptionError, match=f"^{name} is not a setting .*Write one of "):
             hook_from_args(argparse.Namespace(loss_aggregation="sum", **{name: "skip"}))
@@ -178,7 +195,7 @@ CHANGES: list[tuple[str, dict[str, Any] | None, dict[str, Any]]] = [
     ("@-mtp same", None, {"extensions": [MTPAggregation], "settings": {"mtp": "same"}}),
     (f"@-extension {MINE}:Doubled", None, {"extensions": [Doubled], **named(f"{MINE}:Doubled")}),
     (
-        f"@-extension {MINE}:Doubled {MINE}:doubled @-report-datasets",
+        f"@-extension {MINE}:Doubled,{MINE}:doubled @-report-datasets",
         None,
         {
             "extensions": [Doubled, Doubled, DatasetReports],
