@@ -24,6 +24,7 @@ outer mean: its ``V_across`` is the mean weight of the step's tokens. Where data
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -280,10 +281,14 @@ class LossAggregation:
             )
 
     def _check_function(self) -> None:
-        if self.mode == "custom" and not callable(self.function):
+        if self.mode == "custom" and not _takes_one_argument(self.function):
+            got = repr(self.function)
+            if callable(self.function):
+                name = getattr(self.function, "__name__", type(self.function).__name__)
+                got = f"{name}{inspect.signature(self.function)}"
             raise OptionError(
                 "mode 'custom' needs a function (samples) -> coefficient of each sample, got "
-                f"{self.function!r}. Give function= (or --loss-aggregation-function)."
+                f"{got}. Give function= (or --loss-aggregation-function)."
             )
         if self.mode != "custom" and self.function is not None:
             raise OptionError(
@@ -392,6 +397,16 @@ def aggregation_named(name: str, **options: Any) -> LossAggregation:
 def words_in(text: str) -> list[str]:
     """The words of ``text``, with commas or spaces between."""
     return text.replace(",", " ").split()
+
+
+def _takes_one_argument(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
 
 
 def _are_levels(levels: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -44,12 +46,19 @@ def title_and_weights(
     title = f"loss aggregation of the {who}: " if who else "loss aggregation: "
     (name, term), *others = terms.items()
     if not others and _is_mode_name(name, term):
-        return title + _term_in_words(name, term), [("weight", formulas[name])]
+        return _head_line(title + _term_in_words(name, term)), [("weight", formulas[name])]
     total = " + ".join(_multiplied(name, term) for name, term in terms.items())
-    return title + total, [
+    return _head_line(title + total), [
         (name, f"{aggregation_in_words(term.aggregation)}; {formulas[name]}")
         for name, term in terms.items()
     ]
+
+
+def _head_line(title: str) -> str:
+    """``title`` as a rule that the eye finds in a long log, in colour on a terminal."""
+    line = f"==== {title} ".ljust(_WIDTH, "=")
+    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return f"\033[1;36m{line}\033[0m" if is_coloured else line
 
 
 def terms_in_words(terms: Mapping[str, Term]) -> str:
@@ -85,8 +94,13 @@ def formula(agg: LossAggregation, counts: StepCounts | None = None) -> str:
     return f"w_t = {mask} / {product}" if len(factors) == 1 else f"w_t = {mask} / ({product})"
 
 
-def counts_in_words(counts: StepCounts, kind: str = "") -> str:
-    """The samples, groups and tokens of a step; ``kind`` is the kind of sample, such as "pairs"."""
+def counts_in_words(counts: StepCounts, kind: str = "", unit: str = "token") -> str:
+    """The samples, groups and tokens of a step.
+
+    Args:
+        kind: the kind of sample, such as "pairs".
+        unit: what the masks mark: a "token", or a "loss".
+    """
     samples = number_of(counts.samples, "sample")
     words = [f"{samples} ({kind})" if kind else samples]
     for name, number in (
@@ -98,11 +112,11 @@ def counts_in_words(counts: StepCounts, kind: str = "") -> str:
             words.append(number_of(number, name))
     are_left_out = counts.samples < counts.all_samples
     if counts.active_tokens in (None, counts.all_tokens):
-        words.append(f"{counts.tokens:.10g} tokens")
+        words.append(f"{counts.tokens:.10g} {plural(unit)}")
     else:
         # Active tokens are counted by microbatch, so those of rejected samples are among them.
         active = "" if are_left_out else f"{counts.active_tokens} "
-        words.append(f"{active}tokens whose masks sum to {counts.tokens:.10g}")
+        words.append(f"{active}{plural(unit)} whose masks sum to {counts.tokens:.10g}")
     if counts.rejected_samples:
         rejected = number_of(counts.rejected_samples, "rejected sample")
         words.append(f"{rejected} {'left out' if are_left_out else 'included'}")
@@ -127,8 +141,8 @@ def number_of(number: int, thing: str) -> str:
 
 
 def plural(thing: str) -> str:
-    """Such as ``samples`` or ``microbatches``."""
-    return f"{thing}es" if thing.endswith("ch") else f"{thing}s"
+    """Such as ``samples``, ``losses`` or ``microbatches``."""
+    return f"{thing}es" if thing.endswith(("ch", "s")) else f"{thing}s"
 
 
 def _term_in_words(name: str, term: Term) -> str:

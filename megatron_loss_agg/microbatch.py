@@ -51,7 +51,8 @@ class Microbatch:
     Args:
         loss_mask: non-negative and finite; may be fractional.
         cu_seqlens: integer offsets from 0, non-decreasing.
-        cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent.
+        cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent. Ignored
+            without samples.
         prompt_ids: one per sample; equal ids are one prompt, over all microbatches and ranks. int64
             [samples], ints; or strings, which become int64 by a hash (BLAKE2b) that is the same on
             every machine. Two of a million distinct strings collide with probability 3e-8.
@@ -109,6 +110,8 @@ class Microbatch:
                 "loss_mask must be bool, uint8, a signed integer, or floating-point of 16 bits or "
                 f"more, got {described(self.loss_mask)}. Convert it, as with loss_mask.float()."
             )
+        if are_offsets(self.cu_seqlens) and self.cu_seqlens.numel() == 1:
+            object.__setattr__(self, "cu_seqlens_padded", None)  # no sample: all of it is padding
         self._check_shape()
         for name in BY_SAMPLE:
             values = getattr(self, name)
@@ -168,6 +171,11 @@ class Microbatch:
         if self.cu_seqlens is None:
             return self.loss_mask.shape[0]
         return self.cu_seqlens.numel() - 1
+
+    @property
+    def has_losses_by_sample(self) -> bool:
+        """Whether it is of `of_samples`, or of rows of one token, which is the same."""
+        return self.sequences is not None or self.loss_mask.shape[1:] == (1,)
 
     def ids_of(self, unit: Unit) -> Tensor | None:
         """Ids by ``unit``, int64 [samples]; None if the microbatch has none."""

@@ -259,6 +259,13 @@ def test_commands_run_or_parse(tmp_path: Path) -> None:
     assert [line.partition(": ")[0] for line in failed] == WRONG, failed
 
 
+def test_commands_on_data_leave_no_set_of_few_lines_empty() -> None:
+    """As Megatron's default split does, whose run then ends in an error at its last evaluation."""
+    found = [c for block in BLOCKS if block.language == "bash" for c in block.commands()]
+    of_data = [c for c in found if "--data-path" in c.split()]
+    assert of_data and [c for c in of_data if "--split 90,10,0" not in c] == []
+
+
 def test_files_that_commands_name_exist() -> None:
     ours = re.compile(r"(?<![\w/.-])(?:ci|\.ci|examples|tests|docs)/[\w./-]+")
     named = {

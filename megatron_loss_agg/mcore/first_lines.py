@@ -18,6 +18,7 @@ from megatron_loss_agg.describe import (
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.checks.ids import warn_of_restarting_ids
 from megatron_loss_agg.mcore.scale import MegatronScale
+from megatron_loss_agg.microbatch import Microbatch
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 
 if TYPE_CHECKING:
@@ -86,10 +87,9 @@ def first_lines(
     }
     title, rows = title_and_weights(call.terms, formulas)
     plan = plan_of_first_term(plans)  # counts of microbatches and samples are the same for all
-    kinds = {"rows" if x.starts is None else "packed sequences" for x in plan.shapes}
     rows += [
         ("step" if call.trains else "evaluation", _microbatches(call, plan)),
-        ("counts", counts_in_words(plan.counts, " and ".join(sorted(kinds, reverse=True)))),
+        ("counts", _counts(plan)),
     ]
     if without_tokens:
         later = "the first step with tokens gets such lines, too"
@@ -120,6 +120,20 @@ def factor_in_words(factor: float | None) -> str:
 
 def _split_in_words(hook: LossHook) -> str:
     return hook.split if hook.verified.splits else f"{hook.split} (not verified)"
+
+
+def _counts(plan: StepPlan) -> str:
+    kinds = {_kind_of_sample(x) for x in plan.microbatches}
+    unit = "loss" if kinds and kinds <= {"pairs", "one loss each"} else "token"
+    return counts_in_words(plan.counts, " and ".join(sorted(kinds, reverse=True)), unit)
+
+
+def _kind_of_sample(microbatch: Microbatch) -> str:
+    if microbatch.has_losses_by_sample:
+        sequences = microbatch.sequences
+        are_pairs = sequences and sequences.num_samples == 2 * microbatch.num_samples
+        return "pairs" if are_pairs else "one loss each"
+    return "rows" if microbatch.sample_starts is None else "packed sequences"
 
 
 def _microbatches(call: Call, plan: StepPlan) -> str:

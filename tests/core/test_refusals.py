@@ -135,6 +135,12 @@ def mean_of(mask: Any, layout: CPLayout | None = None) -> Callable[[], Any]:
     return lambda: SequenceMean(Microbatch(mask), layout)
 
 
+def of_0_2_0() -> Any:
+    def f(plan: Any, i: int) -> Any: ...
+
+    return f
+
+
 def reduced(*reports: Any) -> Callable[[], Any]:
     return partial(reduce_reports, reports, None)
 
@@ -207,6 +213,11 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         OptionError,
         "^unknown mode 'trl/grpo'. It is a preset: write LossAggregation.preset",
         aggregating("trl/grpo"),
+    ),
+    (
+        OptionError,
+        r"^mode 'custom' needs a function \(samples\) .*, got f\(plan, i\)\. Give function= .*-function",
+        aggregating("custom", function=of_0_2_0()),
     ),
     (OptionError, "^empty must be 'count' or 'skip', got None. ", aggregating("sum", empty=None)),
     (OptionError, "^rejected must be .*, got 'drop'. ", aggregating("sum", rejected="drop")),

@@ -304,7 +304,7 @@ def without_samples(steps: list[list[Any]]) -> list[list[list[float]]]:
 
 def test_a_rank_without_samples_changes_nothing_and_needs_no_ids():
     padding = Microbatch(torch.zeros(0, 4))
-    pack = Microbatch(torch.zeros(4), torch.tensor([0]))
+    pack = Microbatch(torch.zeros(4), torch.tensor([0]), cu_seqlens_padded=torch.tensor([0, 4]))
     steps = [[], [padding], [pack, padding]]
     first, second = run_ranks(without_samples, 2, steps)
     # Two prompts of 1.5 and 1 tokens, M = 2.5; where b has the second mask twice, M = 2.
@@ -376,7 +376,7 @@ OTHER_TERMS = {
     "of another name": {"a": PROMPT_MEAN, "b": SUM, "d": NESTED},
     "of another mode": TERMS | {"b": aggregation("token_mean")},
     "of another divisor": TERMS | {"b": aggregation("sum", divisor=2)},
-    "of other levels": TERMS | {"c": aggregation("nested_mean", levels=("prompt",))},
+    "of other levels": TERMS | {"c": aggregation("nested_mean", levels=("prompt", "rollout"))},
     **{
         f"with another {name}": TERMS | {"a": aggregation("prompt_mean", **{name: choice})}
         for name, choice in OTHER_CHOICES.items()

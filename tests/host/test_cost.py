@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Term
+from megatron_loss_agg.describe import title_and_weights
 from megatron_loss_agg.mcore import LossHook
 from tests.core.operations import WAITS, Operations
 from tests.host import gpt, pipeline_parallel
@@ -117,7 +119,7 @@ SAID: dict[str, tuple[Case, str]] = {
     "dp2-cp2": (
         Case("", terms=PRESET, hook={"also": ["token_mean"]}),
         f"""\
-loss aggregation: token_mean (verl/token-mean)
+{"==== loss aggregation: token_mean (verl/token-mean) ".ljust(80, "=")}
   weight:   w_t = m_t / {TOKENS:g}
   step:     8 microbatches on 2 data-parallel ranks
   counts:   10 samples (packed sequences), 7 rollouts, 4 prompts, {TOKENS:g} tokens
@@ -129,7 +131,7 @@ loss aggregation: token_mean (verl/token-mean)
     "pp2": (
         Case("", layout="bshd", places=PLACES[1], terms=TERMS, step=partial(of_terms, names=TERMS)),
         f"""\
-loss aggregation: policy + 0.5 * kl
+{"==== loss aggregation: policy + 0.5 * kl ".ljust(80, "=")}
   policy:   prompt_mean (skyrl/prompt_mean); w_t = m_t / (M_prompt * 4)
   kl:       sum (divisor: 1634, rejected: skip); w_t = m_t / 1634
   step:     4 microbatches on 1 data-parallel rank
@@ -152,17 +154,35 @@ def test_one_rank_says_once_what_was_understood_of_the_step(name: str) -> None:
     assert all(len(line) <= 80 for line in lines.splitlines())
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_first_line_is_in_colour_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = {"token_mean": Term(PRESET)}, {"token_mean": ""}
+    plain = "==== loss aggregation: token_mean (verl/token-mean) ".ljust(80, "=")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for stream, line in ((io.StringIO(), plain), (Terminal(), f"\033[1;36m{plain}\033[0m")):
+        with contextlib.redirect_stdout(stream):
+            assert title_and_weights(*arguments)[0] == line
+    monkeypatch.setenv("NO_COLOR", "1")
+    with contextlib.redirect_stdout(Terminal()):
+        assert title_and_weights(*arguments)[0] == plain
+
+
 COUNTS = f"10 samples (packed sequences), 7 rollouts, 4 prompts, {TOKENS:g} tokens"
+PROMPT_MEAN = "==== loss aggregation: prompt_mean ".ljust(80, "=")
 # What is printed of an evaluation, a step without tokens and a step, in this order.
 IN_TURN = [
     f"""\
-loss aggregation: prompt_mean
+{PROMPT_MEAN}
   weight:     w_t = m_t / (M_prompt * 4)
   evaluation: 8 microbatches on 2 data-parallel ranks
   counts:     {COUNTS}
 """,
-    """\
-loss aggregation: prompt_mean
+    f"""\
+{PROMPT_MEAN}
   weight:   w_t = m_t / (M_prompt * N_prompt)
   step:     4 microbatches on 2 data-parallel ranks
   counts:   4 samples (packed sequences), 1 rollout, 1 prompt, 0 tokens
@@ -172,7 +192,7 @@ loss aggregation: prompt_mean
   measured: gradients are 1.000000 times the planned ones
 """,
     f"""\
-loss aggregation: prompt_mean
+{PROMPT_MEAN}
   weight:   w_t = m_t / (M_prompt * 4)
   step:     8 microbatches on 2 data-parallel ranks
   counts:   {COUNTS}

@@ -152,7 +152,8 @@ def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[st
         assert 1 <= float(effective) <= 4
     assert differing(aggregated.checkpoint(), plain.checkpoint(), ".model.") != []
     # Random numbers of the CPU are no reason to warn.
-    lines = aggregated.log.partition("loss aggregation: prompt_mean\n")[2].splitlines()
+    head = f"\n{'==== loss aggregation: prompt_mean '.ljust(80, '=')}\n"
+    lines = aggregated.log.partition(head)[2].splitlines()
     labels = ("weight", "step", "counts", "also", "measured")
     assert [line.split(":")[0].strip() for line in lines[: len(labels)]] == [*labels]
     assert all(len(line) <= 80 for line in lines[: len(labels)])
@@ -324,7 +325,7 @@ def test_each_validation_set_is_reduced_over_its_tokens_samples_or_calls(
             (logged,) = re.findall(f"{key} loss value: (\\S+)", line)
             assert float(logged) == pytest.approx(expected[key], rel=2e-6)
     # Without training the first evaluation is announced.
-    assert log.count(f"loss aggregation: {mode}") == log.count("\n  evaluation: ") == 1
+    assert log.count(f"==== loss aggregation: {mode} =") == log.count("\n  evaluation: ") == 1
 
 
 def tensorboard(folder: Path) -> dict[str, dict[int, float]]:

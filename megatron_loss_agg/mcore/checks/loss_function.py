@@ -31,6 +31,7 @@ class StockLoss(NamedTuple):
     fits: Tensor  # bool
     shows_factors: Tensor  # bool: a wrong factor would not fit
     loss: Tensor
+    masked_sum: Tensor
 
 
 def note_stock_loss(
@@ -51,10 +52,10 @@ def note_stock_loss(
     if not has_token_count and cp.size > 1:
         return None
     loss = stock_loss.detach().reshape(())
-    fits, shows_factors = fits_masked_sum(
+    fits, shows_factors, masked_sum = fits_masked_sum(
         loss, term.losses, term.mask, may_be_mean=not has_token_count
     )
-    return StockLoss(function, fits, shows_factors, loss)
+    return StockLoss(function, fits, shows_factors, loss, masked_sum)
 
 
 def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
@@ -62,26 +63,27 @@ def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
 
     Waits for the device.
     """
-    columns = [(x.fits.double(), x.shows_factors.double(), x.loss.double()) for x in results]
+    columns = [[y.double() for y in x[1:]] for x in results]
     numbers = torch.stack([torch.stack(column) for column in columns]).tolist()
-    for fits, _, loss in numbers:
+    for fits, _, loss, masked_sum in numbers:
         if not fits:
             raise HostError(
                 "a loss function must return the masked sum of the model's losses or their mean, since "
-                f"its reduction is replaced, got {loss:.6g}. Drop its own factors and divisions, or "
-                "return a TokenLoss; for Megatron's distillation add the extension of "
+                f"its reduction is replaced, got {loss:.6g} where this rank's masked sum is "
+                f"{masked_sum:.6g}. Drop its own factors, such as the context-parallel size, and "
+                "divisions, or return a TokenLoss; for Megatron's distillation add the extension of "
                 "examples/extensions/distillation.py."
             )
-    return {x.function for x, (_, shows, _) in zip(results, numbers, strict=True) if shows}
+    return {x.function for x, (_, shows, *_) in zip(results, numbers, strict=True) if shows}
 
 
 def fits_masked_sum(
     loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool
-) -> tuple[Tensor, Tensor]:
-    """Whether ``loss`` is ``sum(mask * losses)``, and whether a wrong factor of it would show.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether ``loss`` is ``sum(mask * losses)``, whether a wrong factor would show, and that sum.
 
-    Both are bool scalars on the device of ``loss``. The first is also True for a loss that is not
-    finite; and, if it ``may_be_mean``, for that sum divided by ``max(sum(mask), 1)`` or
+    The first two are bool scalars on the device of ``loss``. The first is also True for a loss that
+    is not finite; and, if it ``may_be_mean``, for that sum divided by ``max(sum(mask), 1)`` or
     ``sum(mask)``. The second is False where losses cancel or are 0, so that any factor fits.
     """
     epsilon = torch.finfo(loss.dtype).eps
@@ -95,4 +97,4 @@ def fits_masked_sum(
     allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * size
     fits = total.isfinite() & ((loss - total / divisor).abs() <= allowed / divisor)
     is_finite = loss.isfinite().all()
-    return ~is_finite | fits.any(), is_finite & (total.abs() > _TOLERANCE * size)
+    return ~is_finite | fits.any(), is_finite & (total.abs() > _TOLERANCE * size), total
