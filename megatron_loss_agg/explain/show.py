@@ -120,7 +120,7 @@ def draw(path: str, curves: Mapping[str, Shares]) -> None:
     tokens_S = next(iter(curves.values())).tokens
     if not bool(tokens_S.any()):
         raise OptionError("--plot needs a sample with loss tokens, got none. Give a length > 0.")
-    figure = Figure(figsize=(13.0, 6.0), dpi=140, layout="constrained")
+    figure = Figure(figsize=(9.0, 4.8), dpi=200, layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_panel(left, {name: s.relative_to_token_mean for name, s in curves.items()}, tokens_S)
     _draw_panel(right, {name: 100 * s.fractions for name, s in curves.items()}, tokens_S)
@@ -129,7 +129,7 @@ def draw(path: str, curves: Mapping[str, Shares]) -> None:
     names = left.get_legend_handles_labels()  # the same on both sides
     figure.legend(*names, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
-        f"A step of {len(tokens_S):,} samples and {float(tokens_S.sum()):,.10g} loss tokens"
+        f"One step of all {len(tokens_S):,} samples: {float(tokens_S.sum()):,.10g} loss tokens"
     )
     try:
         figure.savefig(path)

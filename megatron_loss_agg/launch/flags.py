@@ -358,7 +358,9 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
                 f"{setting} is not a setting of megatron_loss_agg. Write one of "
                 f"{', '.join(names)} in the YAML file."
             )
-    values = {name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS}
+    values: dict[str, Any] = {
+        name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS
+    }
     # Not by equality: a divisor of 0 equals False, and is refused later.
     values = {name: x for name, x in values.items() if x is not None and x is not False}
     for name, value in values.items():

@@ -166,10 +166,13 @@ def test_the_picture_has_every_mode_in_the_same_look_on_both_sides(monkeypatch):
     from matplotlib.figure import Figure
 
     seen = []
+    titles = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, _: seen.extend(figure.axes))
+    monkeypatch.setattr(Figure, "suptitle", lambda _, title: titles.append(title))
     step = ["--lengths", "1,10,0,100", "--divisor", "2.5", "--prompts", "0,0,0,1"]
     modes = "token_mean,sample_sum,constant,sum,sample_mean,trl/grpo,prompt_mean"
     assert main(["explain", *step, "--modes", modes, "--plot", "out.png"]) == 0
+    assert titles == ["One step of all 4 samples: 111 loss tokens"]
     left, right = (
         [(x.get_label(), x.get_color(), x.get_marker()) for x in axes.lines] for axes in seen
     )
