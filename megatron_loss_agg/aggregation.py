@@ -285,7 +285,7 @@ class LossAggregation:
             got = repr(self.function)
             if callable(self.function):
                 name = getattr(self.function, "__name__", type(self.function).__name__)
-                got = f"{name}{inspect.signature(self.function)}"
+                got = f"{name}({', '.join(inspect.signature(self.function).parameters)})"
             raise OptionError(
                 "mode 'custom' needs a function (samples) -> coefficient of each sample, got "
                 f"{got}. Give function= (or --loss-aggregation-function)."

@@ -145,7 +145,7 @@ def test_the_custom_loops_prove_their_gradients(script: str, tmp_path: Path) -> 
     errors = re.findall(r"gradient error (\S+)", said)
     assert len(errors) == 5
     assert all(float(error) < 1e-12 for error in errors)
-    are_pairs = re.search(r"^  counts: +\d+ samples \(pairs\), \d+ losses$", said, re.MULTILINE)
+    are_pairs = re.search(r"^  counts: +\d+ samples \(pairs\), .* losses$", said, re.MULTILINE)
     assert bool(are_pairs) == (script == "dpo"), said
 
 

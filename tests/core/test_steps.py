@@ -314,7 +314,7 @@ def test_a_rank_without_samples_changes_nothing_and_needs_no_ids():
 
 
 IDS = {"prompt_ids": torch.tensor([1, 2])}
-GOOD = Microbatch(torch.ones(2, 3), **IDS)
+GOOD = Microbatch(torch.ones(2, 3), rollout_ids=torch.tensor([3, 4]), **IDS)
 PROMPT_MEAN, SUM = aggregation("prompt_mean"), aggregation("sum")
 NESTED = aggregation("nested_mean", levels=("prompt", "sample"))
 TERMS = {"a": PROMPT_MEAN, "b": SUM, "c": NESTED}
