@@ -133,6 +133,13 @@ def compared(cp: int) -> list[tuple[Tensor, Tensor]]:
     local = [layout.shard(x, dim=0) for x in tensors]
     got += pull_back(attend, local, layout.shard(hidden, dim=2))
     wanted += [layout.shard(x, dim=0) for x in whole(hidden, tensors)]
+
+    # A row with the parameters of a pack, as in Megatron's scripts under hybrid context parallelism.
+    offsets, tensors = torch.tensor([0, TOKENS]).int(), inputs(TOKENS, 1)
+    local = [layout.shard(x, dim=0) for x in tensors]
+    params = {"packed_seq_params": packed_between(offsets, offsets)}
+    got += pull_back(attend, local, None, AttnMaskType.causal, **params)
+    wanted += [layout.shard(x, dim=0) for x in whole(LATER.expand(1, 1, -1, -1), tensors)]
     return [(x.view(y.shape), y) for x, y in zip(got, wanted, strict=True)]
 
 

@@ -97,7 +97,6 @@ FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({**LOCAL, "cuda_graph_modules": ["full_iteration"]}, "--cuda-graph-modules full_iteration"),
     ({**LOCAL, "cuda_graph_scope_deprecated": ["full_iteration"]}, GRAPHS),
     ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, None),
-    ({**FUSED, "cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te"),
     ({**FUSED, "cross_entropy_fusion_impl": "native"}, None),
     ({"cross_entropy_fusion_impl": "te"}, None),
     ({**LOCAL, "cuda_graph_scope": [Scope.full_iteration_inference]}, None),

@@ -85,7 +85,10 @@ class GatheredAttention(DotProductAttention):
             real, offsets = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
             offsets = real if offsets is None else offsets
             real, offsets = real.cpu(), offsets.cpu()
-            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            if (
+                query.dim() == 3
+            ):  # packed; hybrid context parallelism has rows beside such parameters
+                query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
         if query.size(0) != layout.index.numel():
