@@ -175,7 +175,8 @@ class Microbatch:
     @property
     def has_losses_by_sample(self) -> bool:
         """Whether it is of `of_samples`, or of rows of one token, which is the same."""
-        return self.sequences is not None or self.loss_mask.shape[1:] == (1,)
+        has_one_token = self.cu_seqlens is None and self.loss_mask.shape[1:] == (1,)
+        return self.sequences is not None or has_one_token
 
     def ids_of(self, unit: Unit) -> Tensor | None:
         """Ids by ``unit``, int64 [samples]; None if the microbatch has none."""
