@@ -325,7 +325,7 @@ def test_each_validation_set_is_reduced_over_its_tokens_samples_or_calls(
             (logged,) = re.findall(f"{key} loss value: (\\S+)", line)
             assert float(logged) == pytest.approx(expected[key], rel=2e-6)
     # Without training the first evaluation is announced.
-    assert log.count(f"==== loss aggregation: {mode} =") == log.count("\n  evaluation: ") == 1
+    assert log.count(f"==== loss aggregation: {mode} ") == log.count("\n  evaluation: ") == 1
 
 
 def tensorboard(folder: Path) -> dict[str, dict[int, float]]:
