@@ -3,7 +3,7 @@
 bash ci/matrix.sh                     all of them
 bash ci/matrix.sh -- 0.16.1 0.17.1    these
 
-The newest release is that of ci/constraints.txt, on which ci/test.sh runs every test.
+The newest release is that of ci/constraints.txt, on which ci/test.sh --all runs every test.
 """
 
 from __future__ import annotations

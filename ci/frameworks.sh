@@ -132,7 +132,7 @@ newest_release() {
     version=$("$python" -m pip --disable-pip-version-check index versions "$name" 2>/dev/null |
         sed -n '1s/.*(\(.*\))/\1/p')
     if grep -q "^$name==$version\b" ci/peers.txt; then
-        result="is that of ci/peers.txt | by every test run"
+        result="is that of ci/peers.txt | by bash ci/test.sh --all"
     else
         "$python" -m venv --without-pip "$venv"
         "$python" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \

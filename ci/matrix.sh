@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash ci/matrix.sh                 the exactness tests on every older release of Megatron-Core; then
-#                                   writes docs/verification/index.md, with what bash ci/test.sh found before
+#                                   writes docs/verification/index.md, with what ci/test.sh --all found
 # bash ci/matrix.sh -- 0.16.1 ...   on these releases
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 newest=build/verified/newest.xml
 if [[ $# -eq 0 ]]; then
     if [[ ! -e $newest ]]; then
-        echo "ci/matrix.sh: no $newest, the report on the newest release; run bash ci/test.sh" >&2
+        echo "ci/matrix.sh: no $newest, the report on the newest release; run bash ci/test.sh --all" >&2
         exit 1
     fi
     find build/verified -name '*.xml' ! -path "$newest" -delete # of a run before this one

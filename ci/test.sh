@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# bash ci/test.sh             sets up, checks style, types and docs, runs every test
+# bash ci/test.sh             sets up, checks style and types, runs the tests
+# bash ci/test.sh --all       the same, and the tests that few changes break: those that run a
+#                             framework's own code, all combinations of a gradient, benchmarks
 # bash ci/test.sh --quick     sets up, checks style, runs in a minute what a change of the modes, the
 #                             count, the step or a page breaks most often: one process and two ranks
 # bash ci/test.sh ARGUMENTS   sets up, runs pytest with these arguments
@@ -24,16 +26,19 @@ if [[ ${1:-} == --quick ]]; then
     "$python" -m ruff check . || status=$?
     "$python" -m ruff format --check . || status=$?
     set -- -q "${workers[@]}" "${quick_tests[@]}" "${@:2}"
-elif [[ $# -eq 0 ]]; then
+elif [[ $# -eq 0 || $1 == --all ]]; then
     "$python" -m ruff check . || status=$?
     "$python" -m ruff format --check . || status=$?
     "$python" -m mypy || status=$?
-    "$python" -m mkdocs build --strict || status=$?
     if [[ $status -ne 0 ]]; then
-        echo "ci/test.sh: ruff, mypy or mkdocs failed, see above; this run will fail after the tests" >&2
+        echo "ci/test.sh: ruff or mypy failed, see above; this run will fail after the tests" >&2
     fi
-    rm -f build/verified/newest.xml # of a run before this one
-    set -- --junitxml build/verified/newest.xml "${workers[@]}"
+    if [[ $# -eq 0 ]]; then
+        set -- "${workers[@]}" -m "not extended"
+    else
+        rm -f build/verified/newest.xml # of a run before this one
+        set -- --junitxml build/verified/newest.xml "${workers[@]}" "${@:2}"
+    fi
 fi
 # A hang in a collective ends in a traceback instead of a silent job.
 "$python" -m pytest --timeout 600 "$@" </dev/null || status=$?

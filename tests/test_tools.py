@@ -61,6 +61,7 @@ def test_a_failed_rank_says_how_it_ended_and_what_it_said_last(how: str) -> None
     assert "\n  a last word" in str(raised.value)
 
 
+@pytest.mark.extended
 def test_every_part_of_the_benchmarks_measures_something(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run_afresh("-m", "benchmarks", "--quick", "--json", str(figures))

@@ -485,7 +485,7 @@ class Step:
             elif dependent:
                 check_split(dependent[0], verified.splits, call.split, is_declared)
         notes = [note for microbatch in self.sums.values() for note in microbatch]
-        check_sums(call, plans, notes, self.is_first)
+        check_sums(call, plans, notes)
         if self.stock_losses:
             verified.loss_functions |= check_stock_losses([*self.stock_losses.values()])
 

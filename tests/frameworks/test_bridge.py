@@ -21,6 +21,7 @@ from tests.peers.standins import needs_peers
 
 pytestmark = [
     needs_peers,
+    pytest.mark.extended,
     pytest.mark.skipif(sys.version_info >= (3, 13), reason="Bridge 0.6.2 is for Python 3.12"),
 ]
 

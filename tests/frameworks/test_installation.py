@@ -10,7 +10,7 @@ import pytest
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.frameworks.installation import FRAMEWORKS, names_variable
 from megatron_loss_agg.launch.flags import VARIABLE
-from tests.frameworks.harness import ROOT
+from tests.frameworks.harness import ROOT, page
 
 ADAPTERS = ROOT / "megatron_loss_agg" / "frameworks"
 CALLS = {"nemo_rl": "aggregate_losses(policy)"}
@@ -88,8 +88,14 @@ def test_another_function_of_ours_does_not_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_the_page_names_what_was_tried(name: str) -> None:
+def test_the_page_has_the_settings_and_names_what_was_tried(name: str) -> None:
     framework = FRAMEWORKS[name]
+    assert settings(name) in page(framework.title.lower())
     table = (ROOT / "docs/frameworks.md").read_text()
     (row,) = (x for x in table.splitlines() if x.startswith(f"| [{framework.title}]("))
     assert all(version in row for version in framework.tried)
+
+
+def test_the_folder_of_the_plugin_hides_no_package() -> None:
+    """ms-swift puts it first on the path."""
+    assert {path.stem for path in (ADAPTERS / "ms_swift").glob("*.py")} == {"__init__", "plugin"}

@@ -18,7 +18,8 @@ from tests.host.reference import Gradient, relative_error
 from tests.host.steps import weights_of
 from tests.peers.standins import needs_peers, use_peers
 
-pytestmark = needs_peers
+pytestmark = [pytest.mark.extended, needs_peers]
+
 STANDINS = (
     "accelerate datasets huggingface_hub ninja pandas pulp pynvml regex requests rich safetensors "
     "scipy transformers"

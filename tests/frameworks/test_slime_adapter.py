@@ -6,10 +6,8 @@ Their losses and training steps run in `tests.frameworks.slime` and `miles`, by 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
-import shlex
 import sys
 from argparse import Namespace
 from functools import partial
@@ -21,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.launch.flags import VARIABLE
-from tests.frameworks.harness import attempt, page
+from tests.frameworks.harness import attempt
 from tests.frameworks.report import ROLLOUTS, STEPS, flags
 from tests.host.harness import error_of, run_host_ranks
 from tests.oracle import Sample, step_weights
@@ -293,20 +291,3 @@ def test_an_older_framework_is_refused_at_import(framework: str, tmp_path: Path)
     assert re.match(rf"HostError: {framework} must be commit \w+ .* or later", str(error))
     (utils / "dp_schedule.py").touch()
     assert run_host_ranks(import_error, 1, framework, tmp_path) == [None]
-
-
-def settings() -> list[str]:
-    from megatron_loss_agg.frameworks import miles, slime
-
-    return [slime.SETTINGS, miles.SETTINGS]
-
-
-def test_pages_have_the_settings_which_name_what_there_is() -> None:
-    ((slime_lines, miles_lines),) = run_host_ranks(settings, 1)
-    assert slime_lines in page("slime")
-    assert miles_lines in page("miles")
-    words = dict(zip(*[iter(shlex.split(slime_lines))] * 2, strict=True))
-    assert words["--rollout-data-postprocess-path"].endswith(".frameworks.slime.postprocess")
-    variables = json.loads(words["--train-env-vars"])
-    assert variables == {VARIABLE: "--loss-aggregation=prompt_mean"}
-    assert miles_lines.splitlines()[-1].endswith(" megatron_loss_agg.frameworks.miles.convert")

@@ -163,6 +163,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
         yield found
 
 
+@pytest.mark.extended
 def test_every_part_of_a_dry_run_runs_or_says_why_not_and_that_it_is_one(
     runs: dict[str, Future[Any]],
 ) -> None:

@@ -1,7 +1,14 @@
 """Steps of the host as cases, and one runner that takes them on every rank of a topology.
 
-A case says what is switched on; the runner gives the error of every rank's gradient, and what the
-step reports. A file of tests is a table of cases, and the formula of what they should give.
+A file of tests is a table of cases, and the formula of what they should give. In
+
+    assert_exact(TOPOLOGIES["cp2"], [Case("sample_mean", per_token=True, places=PLACES[1])])
+
+the case is a step of the samples of `steps`, weighed by ``sample_mean``, in the microbatches of
+``PLACES[1]``, under ``calculate_per_token_loss``, and in all else the usual one: packs, masks of 0 and
+1, fp64, the model and the stock loss function of `gpt`. Two context-parallel ranks take it through a
+`LossHook` of its own. On each, the gradient and the reported losses must be those of one process,
+weighed by the oracle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The gradient of one rank's parameters, and which part of the undivided model these are."""
+"""The gradient of one rank's parameters, and which part of the undivided model these are.
+
+Under two pipeline stages of two tensor-parallel ranks each, the first layer of the second stage is
+``decoder.layers.0`` there; `parts` gives it the name ``decoder.layers.1`` that it has in the undivided
+model. Of the whole gradient of its ``mlp.linear_fc1.weight``, `part_of` gives each of the two ranks
+half of the rows. `error` compares all that a rank holds.
+"""
 
 from __future__ import annotations
 

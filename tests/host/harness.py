@@ -1,4 +1,12 @@
-"""Run the host on several ranks: its topologies, its steps, and what becomes of them."""
+"""Run the host on several ranks: its topologies, its models, and what becomes of its steps.
+
+`TOPOLOGIES` are what tests name. In
+
+    "pp2-dp2-distributed-overlap": Topology(4, PP2, ddp={**DISTRIBUTED, **OVERLAP})
+
+four ranks have two pipeline stages; with no other division, two of them have samples of their own.
+Megatron's DDP shards the optimizer and reduces gradients while it computes others.
+"""
 
 from __future__ import annotations
 

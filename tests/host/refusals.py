@@ -6,8 +6,18 @@ A module with a table names it ``ROWS`` and has one test:
     def test_every_rank_is_told(name: str) -> None:
         assert_told(__name__, name)
 
-All rows of one topology run in one start of its ranks, one after the other on the same models:
-after an error, the next step starts anew.
+The row
+
+    "no prompts": Refusal(
+        "DataError: a batch must have 'prompt_ids' ... got the keys",
+        Case(batch=without_prompts),
+        topology="cp2",
+    )
+
+is a step under ``prompt_mean`` whose batches lack ids. Both context-parallel ranks must raise a
+`DataError`, with these two texts in it, and none may wait for the other. All rows of one topology run
+in one start of its ranks, one after the other on the same models: after an error, the next step
+starts anew.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from tests import device
 from tests.distributed import run_ranks
 from tests.host import parallel_state
 from tests.host.cases import Batch, Case
+from tests.host.harness import error_of
 from tests.host.steps import aggregation
 
 N_MB = 2
@@ -38,10 +39,10 @@ Seen = tuple[list[str], list[str]]
 TWO = {"policy": aggregation("prompt_mean"), "kl": Term(aggregation("token_mean"), multiplier=0.1)}
 
 
-def long_pack(_: Batch, of_mb: tuple[int, ...]) -> Batch:
+def long_pack(_: Batch, of_mb: tuple[int, ...], tokens: int = 2**15, mask: float = 0.1) -> Batch:
     """One sample of many equal fractions: added up in fp32 one by one, its mask is 3e-4 off."""
-    starts = torch.tensor([0, 2**15], dtype=torch.int32)
-    rows = {"tokens": torch.ones(1, 2**15), "loss_mask": torch.full((1, 2**15), 0.1)}
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    rows = {"tokens": torch.ones(1, tokens), "loss_mask": torch.full((1, tokens), mask)}
     offsets = {"cu_seqlens": starts, "cu_seqlens_padded": starts}
     return {**rows, **offsets, "prompt_ids": torch.tensor([0])}
 
@@ -225,6 +226,20 @@ def test_a_pack_of_many_equal_fractions_is_summed_exactly() -> None:
     """Or else it would be taken for another than was counted."""
     (losses,) = run_ranks(losses_of_long_packs, 1, preload="megatron.core.utils")
     assert sum(losses) / N_MB == pytest.approx(1.0, rel=1e-6)
+
+
+def error_of_a_lost_token() -> str | None:
+    batch = functools.partial(long_pack, tokens=2**17, mask=1.0)
+    return error_of(several_steps, Case("sample_mean", batch=batch), groups_of(), place=lost_token)
+
+
+def lost_token(x: Tensor) -> Tensor:
+    return x * (torch.arange(x.numel()) > 0)
+
+
+def test_one_token_among_many_is_no_rounding() -> None:
+    (error,) = run_ranks(error_of_a_lost_token, 1, preload="megatron.core.utils")
+    assert "its mask sum of a sample must be 131072, got 131071." in str(error)
 
 
 def counting_group(gloo_beside: bool) -> tuple[bool, bool]:

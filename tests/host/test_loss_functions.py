@@ -363,8 +363,17 @@ def of_first_token(value: float) -> Callable[[Tensor], Tensor]:
     return lambda mask: mask.masked_fill(mask.cumsum(dim=-1) == 1, value)
 
 
-def changed(change: Any, says: str = CHANGED, **options: Any) -> Refusal:
-    return Refusal(says, two_rows(step=partial(returning, with_mask(change)), **options))
+def changed(change: Any, says: str = CHANGED, case: Any = two_rows, **options: Any) -> Refusal:
+    return Refusal(says, case(step=partial(returning, with_mask(change)), **options))
+
+
+def opposite(samples: Any) -> Tensor:
+    """One sample of a microbatch against the other: their weights cancel but for rounding."""
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(samples.mask_sum) // 2)
+    return signs / (3 * samples.mask_sum.clamp(min=1))
+
+
+CANCELLING = partial(two_rows, "custom", {"function": opposite})
 
 
 EVALUATING = {"hook": {"aggregate_evaluation": True}}
@@ -379,6 +388,13 @@ MASKS = {
     ),
     "a mask that is nearly the counted one": changed(lambda mask: 0.999 * mask),
     "a mask changed later": changed(of_first_token(0.0), **LATER),
+    # Their sums stay 0, and the sum of the mask tells.
+    "a mask changed later, of weights that cancel": changed(
+        lambda mask: mask / 2,
+        CHANGED.replace("part ...", "part ... its mask sum must be ..."),
+        case=CANCELLING,
+        after=CANCELLING(),
+    ),
     "a mask of NaN later": changed(of_first_token(torch.nan), **LATER),
 }
 

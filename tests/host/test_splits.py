@@ -201,6 +201,7 @@ def labels_as_losses(
     mask: Callable[[Tensor], Tensor] = Tensor.clone,
     pads: bool = False,
     has_positions: bool = False,
+    scores: bool = False,
 ) -> Any:
     """A forward step.
 
@@ -212,6 +213,7 @@ def labels_as_losses(
         tokens, mask: what is made of those of the part.
         pads: what is no token of a sample becomes 0 before the split.
         has_positions: split the batch's positions, too; otherwise the script makes its own.
+        scores: the model is called with other tokens first.
     """
     batch = next(iterator)
     size = parallel_state.get_context_parallel_world_size()
@@ -229,6 +231,8 @@ def labels_as_losses(
     positions = gpt.positions_like(own)
     if has_positions:
         positions = layout.shard(batch["position_ids"].reshape(batch["tokens"].shape))
+    if scores:
+        model(31 - own, positions, None)
     output = model(tokens(own), positions, None)
     losses = labels.double() + 0 * output.mean()
 
@@ -294,6 +298,7 @@ VERIFIED = {
     },
     "by default": steps("zigzag", PACK, rows(), PACK),
     "by default, and a later pack that tells nothing": steps("zigzag", PACK, alike_pack()),
+    "by the last of two calls": steps("zigzag", PACK, script={"scores": True}),
     "rows whatever is declared": steps("contiguous", rows(), rows(), declared="zigzag_pack"),
     # The first pack could be split in any way: its only sample has no padding, its tokens are
     # alike, and its positions are those that the script makes up on the first rank.
@@ -405,7 +410,7 @@ def evaluated_between() -> None:
     model = gpt.ddp_model()
     hook = LossHook(LossAggregation(mode="sample_mean"), aggregate_evaluation=True)
     step = {"forward_step_func": partial(labels_as_losses, "zigzag")}
-    for batch, forward_only in ((PACK, False), (dummy(), True), (PACK, False)):
+    for batch, forward_only in ((PACK, False), (dummy(), True), (alike_pack(), False)):
         gpt.run_step(hook, model, iter([batch]), 1, forward_only=forward_only, **step)
 
 
@@ -475,8 +480,9 @@ def test_packs_of_one_sample_with_padding_behind_it_are_exact(name: str) -> None
 # What is refused.
 
 
-def of_pack(split: str, says: str, batch: Batch = PACK, **options: Any) -> Refusal:
-    return Refusal(f"DataError: {says}", steps(split, batch, **options), "cp2")
+def of_pack(split: str, says: str, *batches: Batch, **options: Any) -> Refusal:
+    """Of one step, or of the last of several; by default of `PACK`."""
+    return Refusal(f"DataError: {says}", steps(split, *batches or [PACK], **options), "cp2")
 
 
 def misdeclared(
@@ -597,6 +603,16 @@ OF_PARTS = {
         ),
         "cp2",
     ),
+    # Rows are right under any split, and tell the script's; the next pack fits all, the last tells
+    # nothing.
+    "a pack that tells nothing, zigzag where contiguous is declared": of_pack(
+        "zigzag",
+        "microbatch 0 must be split ... as declared, contiguous, got zigzag or zigzag_pack.",
+        rows(),
+        padded((10, 40), padding=31),
+        alike_pack(),
+        declared="contiguous",
+    ),
     "another split than declared, after a pack that tells nothing": Refusal(
         "DataError: microbatch 0 must be split ... as declared, contiguous, got zigzag. Give",
         steps("zigzag", dummy(), PACK, declared="contiguous"),
@@ -609,10 +625,14 @@ OF_PARTS = {
     **{
         f"zigzag_pack by default, after {name} that fit two splits": Refusal(
             "DataError: microbatch 0 must be split ... as declared, zigzag, got zigzag_pack. Give",
-            steps("zigzag_pack", batch, PACK),
+            steps("zigzag_pack", *batches, script=script),
             "cp2",
         )
-        for name, batch in (("rows", rows()), ("packs of one sample", LONE_PACK))
+        for name, batches, script in (
+            ("rows", (rows(), PACK), None),
+            ("packs of one sample", (LONE_PACK, PACK), None),
+            ("gathered rows", (rows(), LONE), BLIND),
+        )
     },
     "contiguous by default, of token_mean": misdeclared("contiguous", None),
     **{
@@ -647,6 +667,9 @@ OF_PARTS = {
         for declared in (None, *SPLITS)
     },
     "no tokens of the batch": of_pack("zigzag", UNVERIFIED, read_step=read_step),
+    "no tokens of the batch, on one rank": Refusal(
+        case=steps("zigzag", PACK, read_step=read_step), topology="dp1"
+    ),
     "sequences that zigzag cannot split": of_pack(
         "contiguous",
         "sequences of a pack must be padded to multiples of 2 * cp_size = 4, got [6, 58]. Pad them, "

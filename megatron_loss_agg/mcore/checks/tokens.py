@@ -22,7 +22,6 @@ from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.mcore.batches import HOW_TO_READ, model_inputs_in
 from megatron_loss_agg.mcore.call import Call, innermost, replaced
 from megatron_loss_agg.mcore.checks.before import check_logits_are_split
-from megatron_loss_agg.mcore.checks.sums import other_batches
 from megatron_loss_agg.mcore.split import SPLITS, is_by_token, rank_layout
 from megatron_loss_agg.microbatch import (
     Microbatch,
@@ -145,7 +144,7 @@ class TokenNotes:
                 sharing = [rank for rank in ranks if row in rank.shared]
                 for name, x in sharing[0].shared[row].items():
                     if any(rank.shared[row][name] != x for rank in sharing):
-                        raise other_batches(name)
+                        raise _other_batches(name)
                 row_findings = [rank.splits.get(row) for rank in sharing]
                 i = numbers.get(row, row)
                 splits[row] = _common_splits(i, [x for x in row_findings if x is not None])
@@ -360,6 +359,13 @@ class _RankFindings(NamedTuple):
     splits: dict[int, _SplitFinding | None]  # None: nothing can be compared
     dependent: Collection[int]  # rows whose weights are right under one split alone
     are_split: Collection[int]  # rows that several ranks hold
+
+
+def _other_batches(difference: str) -> DataError:
+    return DataError(
+        f"all context-parallel ranks must read the same batches, got different {difference}. Split "
+        "every batch by sequence, not by sample, and draw nothing at random on one rank alone."
+    )
 
 
 def _common_splits(i: int, findings: Sequence[_SplitFinding]) -> set[str] | None:
