@@ -15,6 +15,7 @@ import torch
 
 from megatron_loss_agg import LossAggregation, Microbatch, Term
 from megatron_loss_agg.mcore import SampleLoss, WeightReports
+from megatron_loss_agg.mcore.parts.modes import Unevenness
 from tests.host import gpt, gradients
 from tests.host.cases import (
     EVALUATION,
@@ -215,7 +216,14 @@ def test_the_weighing_of_the_samples_is_reported_of_training(topology: str) -> N
             ("sample_sum", {"layout": "bshd"}),
         )
     ]
+    cases.append(dataclasses.replace(cases[0], masks="single", after=cases[0]))  # another step
     assert_exact(TOPOLOGIES[topology], cases, with_weighing)
+
+
+def test_weights_that_cancel_have_no_effective_number() -> None:
+    """As of a user's function of both signs: (W_1 + W_2)^2 = 0, and shares of 0 mean nothing."""
+    mask_sums, coefficients = torch.tensor([[2.0, 4.0], [1.0, -0.5]], dtype=torch.float64)
+    assert Unevenness.of(mask_sums, coefficients) == (0.0, 0.0)
 
 
 def without_prompts(batch: dict[str, Any], _: tuple[int, ...]) -> dict[str, Any]:
@@ -234,6 +242,10 @@ ROWS = {
         two_rows("sum", places=PLACES[1], **PROMPTLESS),
         "pp2",
         {1: NO_IDS},
+    ),
+    "no weights of samples": Refusal(
+        "DataError: sample_weights='count' needs a weight ... the batch key 'sample_weights'",
+        two_rows("sum", hook={"also": [aggregation("sample_mean", sample_weights="count")]}),
     ),
     "other modes": Refusal(
         "OptionError: all ranks must have the same settings, got also=['sample_mean'] on rank(s) [0]",

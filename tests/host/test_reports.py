@@ -21,7 +21,7 @@ import torch
 from routers import RouterLosses
 from torch import Tensor
 
-from megatron_loss_agg.mcore import DatasetReports
+from megatron_loss_agg.mcore import DatasetReports, TokenLoss
 from tests import oracle
 from tests.host import gpt
 from tests.host.cases import (
@@ -166,9 +166,14 @@ def by_dataset(mode: str, **more: Any) -> Case:
     return Case(mode, **{"options": MODES[mode], "batch": with_ids, "hook": hook, **more})
 
 
+def nan_at_padding(losses: Tensor, mask: Tensor) -> tuple[Tensor, TokenLoss]:
+    return losses, TokenLoss(lambda x: x.masked_fill(mask == 0, math.nan), mask)
+
+
 OF_DATASETS = [mode for mode in MODES if mode != "microbatch_mean"]
 # Besides those of packs: a mean and a sum.
 WAYS: list[dict[str, Any]] = [{"layout": "bshd"}, {"calls": (1, 1)}, {"step": gathered}]
+WAYS += [{"step": partial(returning, nan_at_padding)}]
 ROWS_AND_CALLS = [*product(("sample_mean", "sample_sum"), WAYS)]
 WHOLE: Places = (((1, 2, 3), (5, 0)), ((4, 7), (6, 8, 9)))  # 12 in both microbatches
 WITHOUT_12, WITHOUT_0 = (chosen(WHOLE, lambda i, d=d: DATASETS[i] != d) for d in (12, 0))
