@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 
-from tests.launch.processes import MODE, ROOT
+from tests.launch.processes import MODE, ROOT, run
 from tests.launch.test_errors import FAILS
 from tests.test_examples import flags_of
 
@@ -33,8 +34,8 @@ runpy.run_path("{ROOT}/examples/pretrain_gpt.py", run_name="__main__")
 """
 
 
-def on_nodes(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[int, str]]:
-    """Run node.sh once a node; the exit code and all output of each."""
+def on_two_nodes(folder: Path, *words: str) -> list[tuple[int, str]]:
+    """Run node.sh once a node, each with one rank; the exit code and all output of each."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -44,8 +45,8 @@ def on_nodes(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[in
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "GRADIENTS": f"{folder}/{nodes}-nodes-",
-        **{"NNODES": str(nodes), "RANKS": str(ranks), "HOST": "127.0.0.1", "PORT": str(port)},
+        "GRADIENTS": f"{folder}/2-nodes-",
+        **{"NNODES": "2", "RANKS": "1", "HOST": "127.0.0.1", "PORT": str(port)},
     }
     launchers = [
         subprocess.Popen(
@@ -56,19 +57,23 @@ def on_nodes(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[in
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for _ in range(nodes)
+        for _ in range(2)
     ]
     logs = [launcher.communicate(timeout=300)[0] for launcher in launchers]
     return [(launcher.returncode, text) for launcher, text in zip(launchers, logs, strict=True)]
 
 
-def test_the_gradient_of_two_nodes_is_that_of_one(tmp_path: Path) -> None:
+def test_the_gradient_of_two_nodes_is_that_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     flags = [*flags_of("quickstart.sh"), "--train-iters", "5", "--eval-iters", "0"]
-    for nodes in (1, 2):
-        for code, log in on_nodes(tmp_path, nodes, 2 // nodes, "--cpu", str(script), *flags):
-            assert code == 0, log[-4000:]
+    monkeypatch.setenv("GRADIENTS", f"{tmp_path}/1-nodes-")
+    codes, log = run(tmp_path, script, *flags, ranks=2)
+    assert codes == [0, 0], log[-4000:]
+    for code, log in on_two_nodes(tmp_path, "--cpu", str(script), *flags):
+        assert code == 0, log[-4000:]
     for rank in (0, 1):
         one_node, two_nodes = (torch.load(tmp_path / f"{n}-nodes-{rank}.pt") for n in (1, 2))
         assert len(one_node) > 5 and any(x.any() for x in one_node)
@@ -78,7 +83,7 @@ def test_the_gradient_of_two_nodes_is_that_of_one(tmp_path: Path) -> None:
 def test_a_rank_that_dies_ends_the_job_and_its_node_names_its_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILS)
-    ended = on_nodes(tmp_path, 2, 1, str(script), *MODE)
+    ended = on_two_nodes(tmp_path, str(script), *MODE)
     assert [code for code, _ in ended] == [1, 1]
     causes = [log.partition("Root Cause")[2] for _, log in ended]
     (named,) = [cause for cause in causes if "DataError: bad mask" in cause]
