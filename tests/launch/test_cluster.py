@@ -80,6 +80,7 @@ def test_the_gradient_of_two_nodes_is_that_of_one(
         assert all(torch.equal(x, y) for x, y in zip(one_node, two_nodes, strict=True))
 
 
+@pytest.mark.extended  # `test_errors` has one node
 def test_a_rank_that_dies_ends_the_job_and_its_node_names_its_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILS)
