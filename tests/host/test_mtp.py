@@ -212,6 +212,12 @@ def once_more(labels: bool, iterator: Any, model: Any) -> Any:
     return losses, loss_func
 
 
+def apart(iterator: Any, model: Any) -> Any:
+    """A loss whose gradient does not pass where Megatron adds MTP's: nothing shows its masks."""
+    losses, loss_func = with_labels(iterator, model)
+    return losses.detach() + 0 * next(model.parameters()).sum(), loss_func
+
+
 def contiguous(iterator: Any, model: Any) -> Any:
     """Splits rows over context-parallel ranks in another way than the host moves labels."""
     batch = next(iterator)
@@ -276,6 +282,7 @@ ROWS = {
         "--overlap-moe-expert-parallel-comm. Drop",
         run=under_plans,
     ),
+    "beside a loss that is not of the model's output": refused(apart, NOT_SHIFTED),
     "of contiguous parts": refused(contiguous, NOT_SHIFTED, cp=True),
     "of a term that weighs nothing": refused(
         partial(of_terms, names="ab", step=with_labels),
