@@ -62,6 +62,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"\$`([^`]+)`\$", lambda match: svg(match[1], inline=True), markdown)
 
 
+def on_page_content(content: str, **_: Any) -> str:
+    """Flags in code get a class: browsers would break them at their hyphens."""
+    flag = re.compile(r"(?<![\w-])--\w[\w-]*(?![^<]*>)")
+
+    def marked(code: re.Match[str]) -> str:
+        return flag.sub(r'<span class="flag">\g<0></span>', code[0])
+
+    return re.sub(r"<code>.*?</code>", marked, content, flags=re.DOTALL)
+
+
 def first_sentences(markdown: str) -> str:
     """The first paragraph of a page as plain text, at most 160 characters: what search engines show."""
     without_code = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)

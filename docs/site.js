@@ -7,3 +7,19 @@ Worker.prototype.postMessage = function (message, ...rest) {
   }
   return post.call(this, message, ...rest);
 };
+// A table that is wider than the page: site.css then puts its cells below one another.
+const tables = [...document.querySelectorAll("article table:not([class])")];
+for (const table of tables) {
+  const columns = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent);
+  for (const row of table.tBodies[0].rows) {
+    [...row.cells].forEach((cell, i) => (cell.dataset.column = columns[i]));
+  }
+}
+const fit = () => {
+  for (const table of tables) {
+    table.toggleAttribute("data-stacked", false);
+    table.toggleAttribute("data-stacked", table.scrollWidth > table.closest("article").clientWidth);
+  }
+};
+addEventListener("resize", fit);
+addEventListener("load", fit);
