@@ -1,9 +1,11 @@
 // The search reads "-a" as "without a". Here "--a-b" is a flag, all of whose words are to be found.
+// Of "W&B" it would look for two letters.
 const post = Worker.prototype.postMessage;
 Worker.prototype.postMessage = function (message, ...rest) {
   if (typeof message.data === "string") {
     const flag = (all) => all.split("-").filter(Boolean).map((word) => `+${word}`).join(" ") + "*";
-    message = { ...message, data: message.data.replace(/[^\s-]*-+[^\s-][^\s]*/g, flag) };
+    const words = message.data.replace(/\bw&b\b/gi, "wandb");
+    message = { ...message, data: words.replace(/[^\s-]*-+[^\s-][^\s]*/g, flag) };
   }
   return post.call(this, message, ...rest);
 };
