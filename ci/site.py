@@ -44,7 +44,8 @@ def svg(latex: str, inline: bool) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Formulas in lines; of a file of the root folder its text, with links as they are from docs/.
+    """Formulas in lines; directives out of comments, in which a code host hides them; of a file of the
+    root folder its text, with links as they are from docs/.
 
     Links out of the site are left out.
     """
@@ -54,6 +55,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
         markdown = markdown.replace("](CONTRIBUTING.md)", "](contributing.md)")
         markdown = re.sub(r"(?<!!)\[([^\]]+)\]\((?:examples|patches)/[^)]+\)", r"\1", markdown)
+    markdown = re.sub(r"^<!-- (::: .*) -->$", r"\1", markdown, flags=re.MULTILINE)
     if repository():
         page.edit_url = f"{repository()}/edit/main/{source}"
     page.meta.setdefault("description", first_sentences(markdown))

@@ -22,6 +22,7 @@ from tests.launch.processes import LAUNCHER, MODE, ROOT, refusals, run
 from tests.sweep.data import OF_SET, SEQ_LENGTH, VALIDATION
 
 SCRIPT = ROOT / "examples/pretrain_gpt.py"
+REPORTS = ROOT / "docs/reports.md"
 ITERATIONS = 3
 SHORT = f"""
     --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
@@ -128,6 +129,17 @@ def test_without_the_flag_a_run_is_bit_identical(runs: dict[str, Run]) -> None:
     assert state.keys() == plain_state.keys()
     for part in (".model.", ".optimizer.", ""):
         assert differing(state, plain_state, part) == []
+
+
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(
+    runs: dict[str, Run], tmp_path: Path
+) -> None:
+    whole = runs["with the flag"]
+    loaded = ("--load", str(whole.folder), "--ckpt-step", "2")
+    resumed = start(tmp_path, "--loss-aggregation", "prompt_mean", *BESIDE, *loaded)
+    assert len([line for line in resumed.logged if re.search(r"iteration +3/", line)]) == 1
+    assert differing(resumed.checkpoint(), whole.checkpoint(), ".model.") == []
+    assert differing(resumed.checkpoint(), whole.checkpoint(), ".optimizer.") == []
 
 
 def test_with_the_flag_the_script_trains_on_the_mode_and_audits_it(runs: dict[str, Run]) -> None:
@@ -360,6 +372,7 @@ BLENDED = f"""
     --global-batch-size 4 --train-iters {STEPS} --lr 0.1 --lr-decay-style constant
     --eval-interval {STEPS} --eval-iters 2 --log-interval 2 --tensorboard-log-interval 1 --blend
     --loss-aggregation sample_mean --loss-aggregation-report-datasets
+    --loss-aggregation-also token_mean
 """.split()
 
 
@@ -391,6 +404,10 @@ def test_log_tensorboard_and_evaluation_have_each_data_set_of_a_blend(
     logged = {key: board[f"{key} validation"][STEPS] for key in expected}
     assert logged == pytest.approx(expected, rel=2e-6)
     assert {f"{key} validation vs samples" for key in expected} <= board.keys()
+    # Every curve that the page on them names.
+    (table,) = re.findall(r"^\| curve \|.*\n(?:\|.*\n)+", REPORTS.read_text(), re.MULTILINE)
+    curves = re.findall(r"`(.*?)`", "".join(re.findall(r"^\|[^|]*\|", table, re.MULTILINE)))
+    assert len(curves) > 5 and {*curves} <= board.keys()
 
 
 def test_a_run_that_is_counted_as_it_trains_is_that_which_is_counted_before(tmp_path: Path) -> None:
