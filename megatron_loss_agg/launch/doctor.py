@@ -209,7 +209,7 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
     ids = " and ".join(f"{unit}_ids" for unit in sorted(units))
     needs = f"; the batches must have {ids}" if ids else ""
     if "prompt" in units and getattr(args, "sft", False):
-        needs += f"; {sft.FLAG} FIELD gives prompt_ids"
+        needs += f"; {sft.PROMPT_FLAG} FIELD gives prompt_ids"
     return "OK", f"{loss}; no other flag conflicts with it{needs}"
 
 

@@ -20,6 +20,7 @@ from megatron_loss_agg.aggregation import (
     words_in,
 )
 from megatron_loss_agg.errors import OptionError
+from megatron_loss_agg.turns import TURNS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
@@ -70,7 +71,8 @@ _AGGREGATION_OPTIONS = {
         words=_COUNT_OR_SKIP,
     ),
     "sample_weights": _Option(
-        "whether the batch key 'sample_weights', and weights of data sets, count in the denominators",
+        "whether the batch key 'sample_weights', and weights of data sets and of --sft lines, count in "
+        "the denominators",
         words=_COUNT_OR_SKIP,
     ),
     "dataset_weights": _Option(
@@ -100,6 +102,21 @@ _HOOK_OPTIONS = {
     "sft_prompt_field": _Option(
         "with Megatron's --sft: the field of a line of JSON that holds its prompt id, or a list of one "
         "for each of its conversations",
+        "NAME",
+    ),
+    "sft_weight_field": _Option(
+        "with Megatron's --sft: the field of a line of JSON that holds its weight, or a list of one "
+        "for each of its conversations; needs --loss-aggregation-sample-weights",
+        "NAME",
+    ),
+    "sft_turns": _Option(
+        "with Megatron's --sft: which of the assistant's turns carry loss: all, the last of each "
+        "conversation, or each with a mask whose sum is 1 (default: all)",
+        words=TURNS,
+        default="all",
+    ),
+    "sft_turn_field": _Option(
+        "with Megatron's --sft: the field of the assistant's messages that says whether they carry loss",
         "NAME",
     ),
     "split": _Option(

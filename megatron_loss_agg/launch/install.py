@@ -57,12 +57,13 @@ def hook_from_args(
     options = flags.hook_options(args)
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
-    if options["sft_prompt_field"]:
-        sft.check_flag(args, options["batch"])
-        read_batch = sft.read_conversations
+    sft_fields = sft.SFTFields.of(args)
+    if sft_fields.flags:
+        sft_fields.check(args, options["batch"], aggregation)
+        read_batch = sft_fields.reader()
     # The user's extensions come first: they may change the loss, and should get it without MTP's part.
     extensions = [_user_extension(path) for path in options["extension"]]
-    settings = {}
+    settings = {"sft": sft_fields.in_words} if sft_fields.flags else {}
     if options["extension"]:
         settings["extension"] = " ".join(options["extension"])
     if options["report_datasets"]:
@@ -258,13 +259,13 @@ class Plugin:
     def read_pack(
         self, get_item: Callable[..., Any], dataset: Any, index: int
     ) -> Mapping[str, Any]:
-        """Returns a pack of Megatron's SFT data, with prompt ids if the flags name their field."""
+        """Returns a pack of Megatron's SFT data, with what the flags say about its line."""
         item, args = get_item(dataset, index), megatron_args()
-        field = getattr(args, "loss_aggregation_sft_prompt_field", None)
+        fields = sft.SFTFields.of(args)
         aggregate_evaluation = getattr(args, "loss_aggregation_evaluation", None) != "megatron"
-        if field is None or not (aggregate_evaluation or dataset.index_split.name == "train"):
+        if not fields.flags or not (aggregate_evaluation or dataset.index_split.name == "train"):
             return item
-        return sft.with_prompt_ids(item, dataset, index, field)
+        return fields.read_item(item, dataset, index)
 
     def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
         parser = self._prepare_parser(add_megatron_arguments(parser))

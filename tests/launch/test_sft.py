@@ -1,6 +1,7 @@
-"""Prompt ids of Megatron's own ``--sft`` data, through Megatron's ``pretrain``, by the gradient.
+"""Prompts, weights and turns of Megatron's own ``--sft`` data, through Megatron's ``pretrain``.
 
-The sweep's script and its reference, on the real `SFTDataset` over a file of chats.
+By the gradient, with the sweep's script and its reference, on the real `SFTDataset` over a file of
+chats. The reference knows masks and weights from the table `LINES` alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -18,7 +19,8 @@ import torch
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.launch import install
 from megatron_loss_agg.launch.install import hook_from_args
-from megatron_loss_agg.launch.sft import read_conversations, with_prompt_ids
+from megatron_loss_agg.launch.sft import SFTFields
+from megatron_loss_agg.turns import Turns
 from tests.distributed import RankFailed
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.refusals import assert_says
@@ -26,40 +28,140 @@ from tests.launch.test_data import SFT_FLAGS, line_of, stand_in_for_libraries
 from tests.sweep import cases
 from tests.sweep.data import SEQ_LENGTH
 
-FLAG = "--loss-aggregation-sft-prompt-field"
-# Lines of conversations, each by the numbers of characters of its question and of its answer, and
-# its prompt. A conversation begins with one character of the system's.
-LINES: list[list[tuple[int, int, str]]] = [
-    [(3, 4, "a"), (5, 9, "b")],
-    [(1, 4, "a")],  # alone it leaves the second of two context-parallel ranks with padding alone
+FLAG = "--loss-aggregation-sft"
+
+
+class Chat(NamedTuple):
+    """A conversation: after one character of the system's, each turn of the user and the assistant.
+
+    A turn is the numbers of characters of its question and of its answer, and whether it counts.
+    """
+
+    turns: list[tuple[int, int, bool]]
+    prompt: str
+    weight: float
+
+
+LINES = [
+    [
+        Chat([(1, 2, True), (1, 3, True)], "a", 0.5),
+        # The question of the second turn is a tool's, which the template writes as nothing.
+        Chat([(2, 3, True), (0, 2, False), (2, 5, True)], "b", 3),
+    ],
+    # Alone it leaves the second of two context-parallel ranks with padding alone.
+    [Chat([(1, 4, True)], "a", 1.25)],
     # Padded to multiples of 4 these are 20 and 12 tokens, so that the third is cut off.
-    [(4, 13, "b"), (9, 2, "c"), (3, 3, "d")],
-    [(6, 0, "e"), (1, 30, "c")],  # one without an answer, and one with the end cut off
+    [
+        Chat([(2, 9, True), (2, 4, False)], "b", 2),
+        Chat([(9, 2, True)], "c", 0),
+        Chat([(3, 3, True)], "d", 7),
+    ],
+    # One without an answer; and one with the end of its second answer, and its third turn, cut off.
+    [
+        Chat([(6, 0, False)], "e", 1),
+        Chat([(1, 10, True), (1, 12, True), (3, 5, True)], "c", 1.5),
+    ],
 ]
-NUMBERS = [5, 7, 5, -1]  # of the lines, if they have one prompt each
+NUMBERS = [5, 7, 5, -1]  # prompts of the lines, if they have one each
+
+
+class Way(NamedTuple):
+    """A launch, and what its flags mean."""
+
+    topology: str
+    flags: str  # with @ for FLAG
+    mode: dict[str, Any]  # of `step_weights`
+    field: str = "prompts"
+    turns: str = "all"
+    by_message: bool = False
+
+
+CP2 = "--context-parallel-size 2 --micro-batch-size"
 WAYS = {
-    "cp2": ("--context-parallel-size 2 --micro-batch-size 2", "prompts"),
-    "cp2, alone": ("--context-parallel-size 2 --micro-batch-size 1", "prompts"),
-    "pp2": ("--pipeline-model-parallel-size 2 --micro-batch-size 1", "number"),
+    "cp2": Way(f"{CP2} 2", "prompt_mean @-prompt-field prompts", {"mode": "prompt_mean"}),
+    "cp2, alone": Way(f"{CP2} 1", "prompt_mean @-prompt-field prompts", {"mode": "prompt_mean"}),
+    "pp2": Way(
+        "--pipeline-model-parallel-size 2 --micro-batch-size 1",
+        "prompt_mean @-prompt-field number",
+        {"mode": "prompt_mean"},
+        field="number",
+    ),
+    "cp2, last, weights count": Way(
+        f"{CP2} 2",
+        "sample_mean @-turns last @-weight-field weights --loss-aggregation-sample-weights count",
+        {"mode": "sample_mean", "sample_weights": "count"},
+        turns="last",
+    ),
+    "cp2, each, those of a field": Way(
+        f"{CP2} 1",
+        "token_mean @-turns each @-turn-field train",
+        {"mode": "token_mean"},
+        turns="each",
+        by_message=True,
+    ),
+    "dp2, each, prompts, weights": Way(
+        "--micro-batch-size 1",
+        "prompt_mean @-prompt-field prompts @-turns each @-weight-field weights "
+        "--loss-aggregation-sample-weights skip",
+        {"mode": "prompt_mean", "sample_weights": "skip"},
+        turns="each",
+    ),
+    "dp2, those of a field, weights count": Way(
+        "--micro-batch-size 2",
+        "sample_mean @-turn-field train @-weight-field weights "
+        "--loss-aggregation-sample-weights count",
+        {"mode": "sample_mean", "sample_weights": "count"},
+        by_message=True,
+    ),
 }
+PLAIN = Way("", "", {"mode": "sample_mean"})
+
+
+def loss_mask(line: list[Chat], way: Way) -> list[float]:
+    """The mask of a pack, by the definition: the token after a position is of a turn that counts."""
+    mask = [0.0] * SEQ_LENGTH
+    start = 0
+    for chat in line:
+        place = start + 1  # behind the system's character
+        turns = []
+        for question, answer, counts in chat.turns:
+            place += question + answer
+            if answer:
+                turns.append(([*range(place - answer - 1, place - 1)], counts))
+        for k, (positions, counts) in enumerate(turns):
+            if (way.turns == "last" and k + 1 < len(turns)) or (way.by_message and not counts):
+                continue
+            # The target of the last position is padding where the pack is cut.
+            inside = [p for p in positions if p < SEQ_LENGTH - 1]
+            for p in inside:
+                mask[p] = 1 / len(inside) if way.turns == "each" else 1.0
+        start = -(-place // 4) * 4
+    return mask
 
 
 def write_chats(folder: Path) -> Path:
-    def turns(question: int, answer: int) -> list[tuple[str, str]]:
-        text = "qwertyuiopasdfghjklzxcvbnmQWERTYUIOP"
-        messages = [
-            ("system", "s"),
-            ("user", text[:question]),
-            ("assistant", text[-answer - 1 : -1]),
-        ]
-        return messages if answer else messages[:-1]
+    text = "qwertyuiopasdfghjklzxcvbnmQWERTYUIOP"
+
+    def messages(chat: Chat) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{"role": "system", "content": "s", "train": None}]
+        for question, answer, counts in chat.turns:
+            found.append({"role": "user" if question else "tool", "content": text[:question]})
+            if answer:
+                content = text[-answer - 1 : -1]
+                found.append({"role": "assistant", "content": content, "train": counts})
+        return found
 
     path = folder / "chats.jsonl"
     lines = [
-        line_of([turns(*x[:2]) for x in line], prompts=[x[2] for x in line], number=number)
+        {
+            "messages": [message for chat in line for message in messages(chat)],
+            "prompts": [chat.prompt for chat in line],
+            "weights": [chat.weight for chat in line],
+            "number": number,
+        }
         for line, number in zip(LINES, NUMBERS, strict=True)
     ]
-    path.write_text("".join(lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
@@ -84,8 +186,8 @@ def sft_data(path: Path, tokenizer: Any) -> Any:
     return SFTDataset(chats, str(path), indices, len(chats), Split.train, config)
 
 
-def chats_script(path: Path, field: str) -> Any:
-    """The sweep's script, whose data can be chats."""
+def chats_script(path: Path, way: Way | None) -> Any:
+    """The sweep's script, whose data can be chats; masks are those of ``way``, if given."""
     import torch
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -94,10 +196,15 @@ def chats_script(path: Path, field: str) -> Any:
     class Chats(data.Rows):
         def row(self, item: int) -> dict[str, Any]:
             row = sft_data(path, build_tokenizer(self.args))[item]
+            if way is not None:
+                row["loss_mask"] = torch.tensor(loss_mask(LINES[item], way))
             return {**row, "index": torch.tensor(item)}
 
-    def ids_of(item: int, place: int) -> tuple[Any, int]:
-        return (NUMBERS[item] if field == "number" else LINES[item][place][2]), 0
+    def ids_of(item: int, place: int) -> tuple[Any, ...]:
+        chat = LINES[item][place]
+        assert way is not None
+        weight = chat.weight if "sample_weights" in way.mode else 1.0
+        return (NUMBERS[item] if way.field == "number" else chat.prompt), 0, 0, weight
 
     stand_in_for_libraries()
     data.KINDS["chats"] = Chats
@@ -105,12 +212,12 @@ def chats_script(path: Path, field: str) -> Any:
     return script
 
 
-def launched(path: Path, field: str, argv: list[str]) -> Any:
-    return chats_script(path, field).rank_main(argv)
+def launched(path: Path, argv: list[str]) -> Any:
+    return chats_script(path, None).rank_main(argv)
 
 
-def referenced(path: Path, field: str, *args: Any) -> Any:
-    return chats_script(path, field).reference_main(*args)
+def referenced(path: Path, way: Way, *args: Any) -> Any:
+    return chats_script(path, way).reference_main(*args)
 
 
 def model_of(path: Path) -> list[str]:
@@ -119,10 +226,10 @@ def model_of(path: Path) -> list[str]:
     return [*cases.BASE, *flags.split()]
 
 
-def launch_of(path: Path, way: str, field: str) -> list[str]:
-    flags = f"{way} --global-batch-size 4 --train-iters 1 --optimizer sgd --clip-grad 0 "
+def launch_of(path: Path, way: Way) -> list[str]:
+    flags = f"{way.topology} --global-batch-size 4 --train-iters 1 --optimizer sgd --clip-grad 0 "
     flags += f"--lr {RATE} --min-lr 0 --eval-interval 1 --eval-iters 0 "
-    flags += f"--loss-aggregation prompt_mean {FLAG} {field}"
+    flags += f"--loss-aggregation {way.flags.replace('@', FLAG)}"
     return [*model_of(path), *cases.TRAINING, *flags.split()]
 
 
@@ -130,39 +237,100 @@ RATE = cases.LR["fp32"]
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_prompts_are_those_of_the_field(name: str, tmp_path: Path) -> None:
-    way, field = WAYS[name]
+def test_the_gradient_is_that_of_the_definition(name: str, tmp_path: Path) -> None:
+    way = WAYS[name]
     path = write_chats(tmp_path)
-    results = run_host_ranks(launched, 2, path, field, launch_of(path, way, field))
-    step = [results[-1].last_step()]  # of one data-parallel rank
-    assert sorted(item for microbatch in step[0] for item in microbatch) == [0, 1, 2, 3]
+    results = run_host_ranks(launched, 2, path, launch_of(path, way))
+    step = [*{x.data_rank: x.last_step() for x in results if x.last_step()}.values()]
+    assert sorted(item for rank in step for microbatch in rank for item in microbatch) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     argv = [*model_of(path), "--micro-batch-size", "1", "--train-iters", "1"]
 
-    def error(mode: str) -> float:
-        args = argv, step, {"mode": mode}
-        ((start, gradient),) = run_host_ranks(referenced, 1, path, field, *args)
+    def error(meaning: Way) -> float:
+        args = path, meaning, argv, step, meaning.mode
+        ((start, gradient),) = run_host_ranks(referenced, 1, *args)
         return max(cases._error(x.parameters, RATE, start, gradient) for x in results)
 
-    assert error("prompt_mean") <= cases.BOUNDS["fp32"]
-    assert error("sample_mean") > 1e-2
+    assert error(way) <= cases.BOUNDS["fp32"]
+    assert error(PLAIN) > 1e-2
 
 
 def test_a_line_without_the_field_ends_the_run(tmp_path: Path) -> None:
     path = write_chats(tmp_path)
-    way, _ = WAYS["cp2"]
+    way = WAYS["cp2"]._replace(flags="prompt_mean @-prompt-field question")
     with pytest.raises(
-        RankFailed, match=r"DataError: .*'question' of prompt ids, got none in line 1 of "
+        RankFailed, match=rf"DataError: .*'question' of {FLAG}-prompt-field, got none in line 1 of "
     ):
-        run_host_ranks(launched, 2, path, "number", launch_of(path, way, "question"))
+        run_host_ranks(launched, 2, path, launch_of(path, way))
 
 
-BAD = {
-    "{}": "every line must have the field 'prompts' ... got none in line 1 of CHATS. Add ... FLAG",
-    '{"prompts": ["a"]}': "for each of the 2 conversations, got 1 in line 1 of CHATS. Correct ... FLAG",
-    '{"prompts": [1, null]}': "'prompts' in line 1 of CHATS (FLAG) must be an int64 ... or strings",
-    '{"prompts": 1.5}': "'prompts' in line 1 of CHATS (FLAG) must be an int64 tensor",
-    '{"prompts": "a", "silent": true}': "every conversation must have tokens, got one without in line 1",
-}
+PROMPTS, WEIGHTS, BY_MESSAGE = (
+    SFTFields(prompt="prompts"),
+    SFTFields(weight="weights"),
+    SFTFields(turns=Turns(field="train")),
+)
+NO_WEIGHT = "must hold weights of conversations, finite numbers >= 0, got"
+# Lines, and what the flags say of them.
+BAD: list[tuple[SFTFields, str, str]] = [
+    (
+        PROMPTS,
+        "{}",
+        "every line must have the field 'prompts' of @-prompt-field, got none in line 1 of ",
+    ),
+    (
+        PROMPTS,
+        '{"prompts": ["a"]}',
+        "each of the 2 conversations, got 1 in line 1 of CHATS. Correct",
+    ),
+    (
+        PROMPTS,
+        '{"prompts": [1, null]}',
+        "'prompts' in line 1 of CHATS (@-prompt-field) must be an int64",
+    ),
+    (
+        PROMPTS,
+        '{"prompts": 1.5}',
+        "'prompts' in line 1 of CHATS (@-prompt-field) must be an int64 tensor",
+    ),
+    (
+        PROMPTS,
+        '{"prompts": "a", "silent": true}',
+        "every conversation must have tokens, got one without in line 1 of CHATS. Remove it, or drop @-p",
+    ),
+    (
+        WEIGHTS,
+        "{}",
+        "every line must have the field 'weights' of @-weight-field, got none in line 1 of ",
+    ),
+    (
+        WEIGHTS,
+        '{"weights": [1]}',
+        "each of the 2 conversations, got 1 in line 1 of CHATS. Correct it",
+    ),
+    (
+        WEIGHTS,
+        '{"weights": -0.5}',
+        f"{NO_WEIGHT} -0.5 in line 1 of CHATS. Correct ... a sign belongs",
+    ),
+    (
+        WEIGHTS,
+        '{"weights": [1, null]}',
+        f"{NO_WEIGHT} None in line 1 of CHATS. Correct it, or change @-w",
+    ),
+    (WEIGHTS, '{"weights": "2"}', f"{NO_WEIGHT} '2' in line 1 of CHATS. Correct"),
+    (WEIGHTS, '{"weights": true}', f"{NO_WEIGHT} True in line 1 of CHATS. Correct"),
+    (WEIGHTS, '{"weights": NaN}', f"{NO_WEIGHT} nan in line 1 of CHATS. Correct"),
+    (
+        BY_MESSAGE,
+        "{}",
+        "the field 'train' of the assistant's messages must be true, false, 1 or 0, got None for turn 3 "
+        "in line 1 of CHATS. Correct it, or name ... @-turn-field",
+    ),
+]
 
 
 def told_of(folder: Path) -> list[str | None]:
@@ -174,36 +342,74 @@ def told_of(folder: Path) -> list[str | None]:
         "none", metadata_path={"library": "sft"}, prompt_format="nemotron-h-aligned"
     )
     errors = []
-    for text in BAD:
+    for reader, text, _ in BAD:
         fields = json.loads(text)
         words = "" if fields.pop("silent", False) else "word"
-        chats = [[("system", words), ("user", words)], [("system", "s"), ("user", "u")]]
+        ends = [("user", "u"), ("assistant", "a")]
+        chats = [[("system", words), ("user", words), *ends[1:]] if words else [("system", "")]]
         path = folder / "chats.jsonl"
-        path.write_text(line_of(chats, **fields))
+        path.write_text(line_of([*chats, [("system", "s"), *ends]], **fields))
         dataset = sft_data(path, tokenizer)
-        errors.append(error_of(with_prompt_ids, dataset[0], dataset, 0, "prompts"))
+        errors.append(error_of(reader.read_item, dataset[0], dataset, 0))
     return errors
 
 
-def test_a_line_whose_ids_do_not_fit_is_named(tmp_path: Path) -> None:
+def test_a_line_whose_fields_do_not_fit_is_named(tmp_path: Path) -> None:
     (errors,) = run_host_ranks(told_of, 1, tmp_path, initialized=False)
-    for error, text in zip(errors, BAD.values(), strict=True):
-        text = text.replace("CHATS", str(tmp_path / "chats.jsonl")).replace("FLAG", FLAG)
+    for error, (_, _, text) in zip(errors, BAD, strict=True):
+        text = text.replace("CHATS", str(tmp_path / "chats.jsonl")).replace("@", FLAG)
         assert_says(error, f"DataError: {text}")
 
 
-def test_packs_that_a_scheduler_made_are_refused() -> None:
-    """It drops the ids of tokens."""
+LAST = SFTFields(turns=Turns("last"))
+
+
+def told_of_formats(folder: Path) -> list[str | None]:
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    stand_in_for_libraries()
+    path = folder / "chats.jsonl"
+    path.write_text(line_of([[("system", "s"), ("user", "u"), ("assistant", "a")]]))
+    errors = []
+    for prompt_format in ("nemotron-h-aligned", "identity"):
+        tokenizer = MegatronTokenizer.from_pretrained(
+            "none", metadata_path={"library": "sft"}, prompt_format=prompt_format
+        )
+        dataset = sft_data(path, tokenizer)
+        errors.append(error_of(LAST.read_item, dataset[0], dataset, 0))
+    # A template that writes a turn differently where others stand before it.
+    item = dataset[0] | {"tokens": dataset[0]["tokens"] + 1}
+    errors.append(error_of(LAST.read_item, item, dataset, 0))
+    return errors
+
+
+def test_turns_need_a_format_that_trains_on_answers_alone(tmp_path: Path) -> None:
+    ((fits, *others),) = run_host_ranks(told_of_formats, 1, tmp_path, initialized=False)
+    assert fits is None
+    for error in others:
+        text = (
+            f"HostError: {FLAG}-turns needs a prompt format that ... line 1 of ... nemotron-nano-v2"
+        )
+        assert_says(error, text)
+
+
+@pytest.mark.parametrize(
+    "fields, key", [(PROMPTS, "token_prompt_id"), (WEIGHTS, "token_weight"), (LAST, "has_turns")]
+)
+def test_packs_without_the_values_are_refused(fields: SFTFields, key: str) -> None:
+    """Megatron's scheduler drops them, and data that are no lines of JSON have none."""
     pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
     for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
-        keys = "keep their 'token_prompt_id', got ['cu_seqlens'"
-        text = f"{FLAG} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
-        assert_says(error_of(read_conversations, batch), f"DataError: {text}")
+        keys = f"over lines of JSON that keep their '{key}', got ['cu_seqlens'"
+        text = f"{fields.flag} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
+        assert_says(error_of(fields.reader(), batch), f"DataError: {text}")
 
 
 def test_rows_of_earlier_megatrons_are_refused() -> None:
-    text = f"HostError: {FLAG} needs packs, which Megatron-LM 0.16 and later ... Update it, or"
-    assert_says(error_of(with_prompt_ids, {"tokens": torch.zeros(8)}, None, 0, "id"), text)
+    text = (
+        f"HostError: {FLAG}-prompt-field needs packs, which Megatron-LM 0.16 and later ... Update"
+    )
+    assert_says(error_of(PROMPTS.read_item, {"tokens": torch.zeros(8)}, None, 0), text)
 
 
 def test_validation_lines_need_no_field_where_megatron_evaluates(
@@ -223,12 +429,25 @@ def test_validation_lines_need_no_field_where_megatron_evaluates(
     assert "HostError" in str(error_of(read, "valid"))
 
 
-def test_the_flag_needs_megatrons_own_data() -> None:
-    flags = {"loss_aggregation": "prompt_mean", "loss_aggregation_sft_prompt_field": "id"}
-    with pytest.raises(OptionError, match=f"^{FLAG} needs Megatron's --sft, got none. Add"):
+@pytest.mark.parametrize(
+    "name, value",
+    [("prompt-field", "id"), ("weight-field", "w"), ("turns", "each"), ("turn-field", "train")],
+)
+def test_the_flags_need_megatrons_own_data(name: str, value: str) -> None:
+    flags = {
+        "loss_aggregation": "prompt_mean",
+        "loss_aggregation_sample_weights": "skip",
+        f"loss_aggregation_sft_{name.replace('-', '_')}": value,
+    }
+    flag = f"{FLAG}-{name}"
+    with pytest.raises(OptionError, match=f"^{flag} needs Megatron's --sft, got none. Add"):
         hook_from_args(argparse.Namespace(**flags, sft=False))
     both = argparse.Namespace(**flags, sft=True, loss_aggregation_batch="json:dumps")
     with pytest.raises(
-        OptionError, match=f"^{FLAG} and --loss-aggregation-batch .*got both. Remove"
+        OptionError, match=f"^{flag} and --loss-aggregation-batch .*got both. Remove"
     ):
         hook_from_args(both)
+    del flags["loss_aggregation_sample_weights"]
+    if name == "weight-field":
+        with pytest.raises(OptionError, match=f"^{flag} needs --loss-aggregation-sample-weights "):
+            hook_from_args(argparse.Namespace(**flags, sft=True))
