@@ -16,7 +16,7 @@ from itertools import islice
 
 from megatron_loss_agg.aggregation import words_in
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain.chats import lines_of_chats
+from megatron_loss_agg.explain.chats import OTHER_FORMAT, lines_of_chats
 from megatron_loss_agg.explain.samples import (
     LISTS,
     Line,
@@ -36,6 +36,7 @@ from megatron_loss_agg.explain.stock import (
     in_words,
 )
 from megatron_loss_agg.microbatch import Microbatch
+from megatron_loss_agg.turns import TURNS, Turns
 
 __all__ = ["main"]
 
@@ -62,15 +63,16 @@ def main(argv: Sequence[str], read: Read) -> int:
 
 def _explain_step(args: argparse.Namespace) -> str:
     """Weigh the samples of one step under each mode, and draw the picture."""
-    samples = read_samples(_lines(args))
+    samples = read_samples(_lines(args), are_weighted=args.sample_weights is not None)
+    modes = args.modes or ALL_MODES
     shares, left_out = shares_by_mode(
-        samples, args.modes or ALL_MODES, args.divisor, args.empty, args.levels
+        samples, modes, args.divisor, args.empty, args.levels, args.sample_weights
     )
     if args.plot is not None:
         draw(args.plot, shares)
         print(f"drawn: {args.plot}", file=sys.stderr)
     if not args.json:
-        return tables(samples, shares, left_out)
+        return _with_note(args, tables(samples, shares, left_out))
     numbers = {
         "samples": [vars(sample) for sample in samples],
         "modes": {
@@ -119,7 +121,11 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
         rows = read(run_flags, num_rows)
     cells = Cells.read(rows, flags)
     answer = in_words(cells, StockRun.weigh(flags, cells))
-    return f"{answer}\n\n{WHOLE_MICROBATCHES}" if has_whole_parts else answer
+    return _with_note(args, f"{answer}\n\n{WHOLE_MICROBATCHES}" if has_whole_parts else answer)
+
+
+def _with_note(args: argparse.Namespace, text: str) -> str:
+    return f"{text}\n\n{OTHER_FORMAT}" if args.chats else text
 
 
 def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:
@@ -128,7 +134,8 @@ def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[
         lists = {name: getattr(args, name) for name in LISTS}
         return iter(lines_of_lists(args.lengths, {k: x for k, x in lists.items() if x is not None}))
     if args.chats is not None:
-        return lines_of_chats(args.chats, args.tokenizer, seq_length)
+        turns = Turns(args.sft_turns or "all", args.sft_turn_field)
+        return lines_of_chats(args.chats, args.tokenizer, seq_length, turns, args.sft_weight_field)
     if args.jsonl is not None:
         return lines_of_file("--jsonl", args.jsonl)
     return lines_of_file("--data", args.data)
@@ -164,15 +171,22 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     has_effect = {
         **dict.fromkeys(LISTS, args.lengths is not None),
         **dict.fromkeys(("divisor", "levels", "empty", "modes", "json", "plot"), not is_run),
+        "sample_weights": not is_run,
         "samples": is_run,
+        **dict.fromkeys(("sft_turns", "sft_turn_field"), args.chats is not None),
+        "sft_weight_field": args.chats is not None and not is_run,
     }
     for name in has_effect:
         if getattr(args, name) and not has_effect[name]:
             source = "data" if is_run else sources[0]
             raise OptionError(
-                f"--{name} must stand beside another source than --{source}, got both. Remove one "
-                "of them."
+                f"--{name.replace('_', '-')} must stand beside another source than --{source}, got "
+                "both. Remove one of them."
             )
+    if args.sft_weight_field and args.sample_weights is None:
+        raise OptionError(
+            "--sft-weight-field needs --sample-weights count or skip, got none. Add it."
+        )
     return args, list(argv[end + 1 :])
 
 
@@ -202,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         "--jsonl",
         metavar="FILE",
         help='the samples as lines {"length": n or "loss_mask": [...], "prompt": any, '
-        '"rollout": any, "dataset": any, "microbatch": any, "rank": any}; '
+        '"rollout": any, "dataset": any, "microbatch": any, "rank": any, "weight": n}; '
         "all but the first are optional",
     )
     sources.add_argument(
@@ -216,6 +230,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="beside --chats: a folder or name of a tokenizer with a chat template, for "
         "transformers to load",
+    )
+    sources.add_argument(
+        "--sft-turns",
+        choices=TURNS,
+        help="beside --chats: which of the assistant's turns carry loss; each: with a mask whose sum "
+        "is 1 (default: all)",
+    )
+    sources.add_argument(
+        "--sft-turn-field",
+        metavar="NAME",
+        help="beside --chats: the field of the assistant's messages that says whether they carry loss",
+    )
+    sources.add_argument(
+        "--sft-weight-field",
+        metavar="NAME",
+        help="beside --chats, without --data: the field of a line that holds its weight",
     )
     sources.add_argument(
         "--data",
@@ -245,6 +275,11 @@ def _parser() -> argparse.ArgumentParser:
         "--empty",
         choices=("count", "skip"),
         help="whether groups without tokens count (default: count, or as the preset has it)",
+    )
+    modes.add_argument(
+        "--sample-weights",
+        choices=("count", "skip"),
+        help='whether weights of samples count in the denominators; each line then has a "weight"',
     )
     stock = parser.add_argument_group("stock Megatron, with --data")
     stock.add_argument("--samples", metavar="N", type=int, help="read N rows (default: 1024)")

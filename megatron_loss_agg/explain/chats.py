@@ -5,19 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from megatron_loss_agg.errors import DataError, OptionError
 from megatron_loss_agg.explain.samples import Line, lines_of_file, shortened
+from megatron_loss_agg.turns import ALL_TURNS, Turns, is_answer
+
+OTHER_FORMAT = (
+    "Masks are by the tokenizer's own chat template. Megatron's --sft writes chats in a\n"
+    "format of its own, whose turns may have other tokens: for the masks of such a run\n"
+    "see explain --data -- pretrain_gpt.py --sft --data-path FILE ..."
+)
 
 
-def lines_of_chats(path: str, tokenizer_name: str, seq_length: int | None = None) -> Iterator[Line]:
+def lines_of_chats(
+    path: str,
+    tokenizer_name: str,
+    seq_length: int | None = None,
+    turns: Turns = ALL_TURNS,
+    weight_field: str | None = None,
+) -> Iterator[Line]:
     """The lines of a file of chats, each with a "loss_mask" in place of its "messages".
 
     Args:
         seq_length: cut or pad the masks to this length; None leaves them as they are.
+        turns: the turns of the assistant that carry loss.
+        weight_field: the field that holds the "weight" of a line.
 
     Raises:
         OptionError: the file, a line or the tokenizer cannot be read.
-        DataError: the template writes a turn differently if others follow.
+        DataError: the template writes a turn differently if others follow, or a turn does not say
+            whether it counts.
     """
     tokenizer = _load(tokenizer_name)
     for where, line in lines_of_file("--chats", path):
@@ -26,11 +44,16 @@ def lines_of_chats(path: str, tokenizer_name: str, seq_length: int | None = None
                 f"each chat must be an object with a list 'messages', got {shortened(line)} in "
                 f"{where}. Correct the line."
             )
-        mask = _loss_mask(where, tokenizer, line["messages"])
+        turn_T = _turns(where, tokenizer, line["messages"])
         if seq_length is not None:
-            mask = [*mask[:seq_length], *[0] * (seq_length - len(mask))]
-        groups = {key: value for key, value in line.items() if key not in ("messages", "length")}
-        yield where, {**groups, "loss_mask": mask}
+            turn_T = [*turn_T[:seq_length], *[0] * (seq_length - len(turn_T))]
+        counts = [False, *turns.counts(line["messages"], where)]
+        turn = torch.tensor(turn_T, dtype=torch.int64)
+        mask = turns.mask((turn > 0).double(), turn, counts)
+        others = {key: value for key, value in line.items() if key not in ("messages", "length")}
+        if weight_field is not None:
+            others["weight"] = line.get(weight_field)
+        yield where, {**others, "loss_mask": mask.tolist()}
 
 
 def _load(name: str) -> Any:
@@ -56,8 +79,8 @@ def _load(name: str) -> Any:
         ) from error
 
 
-def _loss_mask(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
-    """1 where the next token belongs to an answer; of all tokens but the last.
+def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
+    """The turn of the answer that the next token belongs to, from 1, or 0; of all tokens but the last.
 
     Raises:
         OptionError: the template cannot write the messages.
@@ -70,7 +93,7 @@ def _loss_mask(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]
 
     try:
         whole = token_ids(messages)
-        answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [k for k, message in enumerate(messages) if is_answer(message)]
         tokens_before = {
             k: token_ids(messages[:k], add_generation_prompt=True) if k else [] for k in answers
         }
@@ -80,7 +103,7 @@ def _loss_mask(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]
             "--tokenizer must have a chat template for these messages, got "
             f"{type(error).__name__}: {error} in {where}. Correct the line, or change --tokenizer."
         ) from error
-    is_answer = [0] * len(whole)
+    turn_T = [0] * len(whole)
     for k in answers:
         before, after = tokens_before[k], tokens_to_end[k]
         # A template that drops the thoughts of earlier turns has no one mask for the whole chat.
@@ -90,5 +113,5 @@ def _loss_mask(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]
                 f"text for turn {k + 1} in {where}. Write the masks yourself, and give them "
                 "by --jsonl, or by --data FILE."
             )
-        is_answer[len(before) : len(after)] = [1] * (len(after) - len(before))
-    return is_answer[1:]
+        turn_T[len(before) : len(after)] = [k + 1] * (len(after) - len(before))
+    return turn_T[1:]

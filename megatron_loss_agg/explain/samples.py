@@ -20,7 +20,7 @@ from megatron_loss_agg.microbatch import Microbatch
 
 Line = tuple[str, Any]
 """A place, such as ``step.jsonl:3``, and the value there."""
-COLUMNS = (*BY_ID, "microbatch", "rank")
+COLUMNS = (*BY_ID, "microbatch", "rank", "weight")
 LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
 """Options of the command line, and the columns that they fill."""
 _WIDEST = 16
@@ -43,6 +43,8 @@ class Sample:
     """Numbered per rank. None: unknown."""
     rank: Any = None
     """Data-parallel rank. None: unknown."""
+    weight: float | None = None
+    """``v_s``. None: samples have no weights."""
 
 
 def lines_of_lists(lengths: Sequence[str], lists: Mapping[str, Sequence[str]]) -> list[Line]:
@@ -93,21 +95,28 @@ def lines_of_file(flag: str, path: str) -> Iterator[Line]:
         ) from error
 
 
-def read_samples(lines: Iterable[Line]) -> list[Sample]:
+def read_samples(lines: Iterable[Line], are_weighted: bool = False) -> list[Sample]:
     """A sample for each line.
 
     A line is ``{"length": n}`` or ``{"loss_mask": [...]}``, optionally with ``"prompt"``,
     ``"rollout"``, ``"dataset"``, ``"microbatch"`` and ``"rank"`` (any value); other keys are
     ignored.
 
+    Args:
+        are_weighted: whether each line must have a ``"weight"``, which is ignored otherwise.
+
     Raises:
         OptionError: there is no line, or one is not a sample.
-        DataError: only some lines have a prompt, rollout, data set, microbatch or rank.
+        DataError: only some lines have a prompt, rollout, data set, microbatch or rank; or a bad
+            weight.
     """
-    samples = [
-        Sample(math.fsum(_checked_mask(where, line)), **{name: line.get(name) for name in COLUMNS})
-        for where, line in lines
-    ]
+    samples = []
+    for where, line in lines:
+        tokens = math.fsum(_checked_mask(where, line))
+        values = {name: line.get(name) for name in COLUMNS} | {"weight": None}
+        if are_weighted:
+            values["weight"] = _checked_weight(where, line)
+        samples.append(Sample(tokens, **values))
     if not samples:
         raise OptionError(
             "a step must have samples, got a file without a line. Write a JSON object for each "
@@ -163,6 +172,18 @@ def shortened(value: Any) -> str:
     """A JSON value as a text that fits into a table."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def _checked_weight(where: str, line: Mapping[str, Any]) -> float:
+    weight: Any = line.get("weight")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 <= weight < math.inf:
+        raise DataError(
+            "under --sample-weights each sample must have a weight, a finite number >= 0, got "
+            f"{shortened(weight)} in {where}. Write it into the field 'weight' (of --chats: "
+            "--sft-weight-field), or remove --sample-weights."
+        )
+    return float(weight)
 
 
 def _checked_mask(where: str, line: Any) -> list[float]:

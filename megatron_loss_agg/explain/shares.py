@@ -60,6 +60,7 @@ def shares_by_mode(
     divisor: float | None = None,
     empty: str | None = None,
     levels: Sequence[str] | None = None,
+    sample_weights: str | None = None,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
     """The shares under every mode or preset in ``modes`` for which the input suffices.
 
@@ -77,7 +78,7 @@ def shares_by_mode(
         elif divisor is None and _needs_divisor(name):
             left_out[name] = "needs --divisor"
         else:
-            agg = _aggregation(name, divisor, empty, levels)
+            agg = _aggregation(name, divisor, empty, levels, sample_weights)
             reason = _missing_input(agg, samples[0])
             if reason is None:
                 shares[name] = _shares(agg, samples)
@@ -99,10 +100,15 @@ def _needs_divisor(name: str) -> bool:
 
 
 def _aggregation(
-    name: str, divisor: float | None, empty: str | None, levels: Sequence[str] | None
+    name: str,
+    divisor: float | None,
+    empty: str | None,
+    levels: Sequence[str] | None,
+    sample_weights: str | None,
 ) -> LossAggregation:
     """The mode or preset ``name``, with the divisor and the levels if it takes them."""
     options: dict[str, Any] = {"divisor": divisor if takes_divisor(name) else None}
+    options["sample_weights"] = sample_weights
     if name == "nested_mean":
         options["levels"] = levels
     # A preset has its own choice where --empty is absent.
@@ -133,6 +139,7 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
         prompt_ids=_strings([[sample.prompt for sample in part] for part in in_order]),
         rollout_ids=_strings([[sample.rollout for sample in part] for part in in_order]),
         dataset_ids=_strings([[sample.dataset for sample in part] for part in in_order]),
+        sample_weights=_weights([[sample.weight for sample in part] for part in in_order]),
     )
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(by_microbatch.values()):
@@ -145,3 +152,10 @@ def _strings(values: Sequence[Sequence[Any]]) -> list[list[str]] | None:
     if values[0][0] is None:
         return None
     return [[json.dumps(value, sort_keys=True) for value in part] for part in values]
+
+
+def _weights(values: Sequence[Sequence[float | None]]) -> list[Tensor] | None:
+    """fp64 [samples] by microbatch; None if samples have no weights."""
+    if values[0][0] is None:
+        return None
+    return [torch.tensor(part, dtype=torch.float64) for part in values]

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.launch import flags
+from megatron_loss_agg.errors import AggregationError, OptionError
+from megatron_loss_agg.launch import flags, sft
 from megatron_loss_agg.mcore.batches import read_batch
 from megatron_loss_agg.microbatch import Microbatch
 
@@ -22,11 +22,12 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
 
     They come as ``pretrain_gpt.py`` builds them, in the order of Megatron's sequential sampler:
     from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, or else `GPTDataset`.
-    Their indices are built in a temporary folder.
+    Their indices are built in a temporary folder. Masks of ``--sft`` are by the turns of our flags.
 
     Raises:
         OptionError: there is no `megatron.training`, a flag or a file is missing, or Megatron
             cannot read the data.
+        AggregationError: the data do not fit our flags.
     """
     # Megatron's warnings at its import and about its indices do not belong to the answer.
     warnings.simplefilter("ignore")
@@ -39,13 +40,13 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
             "Megatron-LM on PYTHONPATH, or give --data FILE with lengths or loss masks."
         ) from error
     parser = add_megatron_arguments(flags.Parser(add_help=False, allow_abbrev=False))
-    args, _ = parser.parse_known_args(argv)
+    args, _ = flags.add_arguments(parser).parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         try:
             dataset = _training_set(args, number, folder)
             for index in range(min(number, len(dataset))):
                 yield read_batch(default_collate([dataset[index]]))
-        except OptionError:
+        except AggregationError:
             raise
         except Exception as error:  # whatever Megatron raises
             raise OptionError(
@@ -87,7 +88,7 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     if config.split_matrix:
         config.split_matrix[1:] = None, None  # validation and test, which may be empty
     mock_or_indexed = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
-    dataset_class = SFTDataset if args.sft else mock_or_indexed
+    dataset_class = _with_fields(SFTDataset, args) if args.sft else mock_or_indexed
     # The order of the rows depends on the number of samples of the whole run.
     run_samples = args.train_samples or (args.train_iters or 0) * (args.global_batch_size or 0)
     sizes = [run_samples or number, 0, 0]
@@ -100,6 +101,17 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
             "--split to one above 0."
         )
     return dataset
+
+
+def _with_fields(dataset_class: type[Any], args: Any) -> type[Any]:
+    """Megatron's ``SFTDataset``, whose packs say what our flags ask of their lines."""
+    fields = sft.SFTFields.of(args)
+
+    def get_item(dataset: Any, index: int) -> Any:
+        item = dataset_class.__getitem__(dataset, index)
+        return fields.read_item(item, dataset, index) if fields.flags else item
+
+    return type("SFTDataset", (dataset_class,), {"__getitem__": get_item})
 
 
 def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> None:

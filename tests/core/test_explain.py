@@ -99,6 +99,23 @@ def test_lists_take_commas_and_spaces_alike(capsys):
     assert list(numbers_by_mode(capsys, "--lengths", "1", *modes)) == modes[1:]
 
 
+def test_weights_of_lines_weigh_samples(capsys, tmp_path):
+    lines = [{"length": 2, "weight": 3}, {"length": 6, "weight": 1}, {"length": 4, "weight": 0}]
+    step = ["--jsonl", write(tmp_path / "step.jsonl", *lines), "--modes", "token_mean,sample_mean"]
+    # Weights of a token under (count, skip): v / (3 * 2 + 1 * 6), v / 12, v / (4 M_s), v / (3 M_s).
+    expected = {
+        "count": ([3 / 12, 1 / 12, 0], [3 / 8, 1 / 24, 0]),
+        "skip": ([3 / 12, 1 / 12, 0], [3 / 6, 1 / 18, 0]),
+    }
+    for option, weights in expected.items():
+        rows = numbers_by_mode(capsys, *step, "--sample-weights", option)
+        assert [row["weight_per_token"] for row in rows.values()] == [
+            pytest.approx(x, rel=1e-14) for x in weights
+        ]
+    unweighted = numbers_by_mode(capsys, *step)
+    assert unweighted["token_mean"]["weight_per_token"] == pytest.approx([1 / 12] * 3, rel=1e-14)
+
+
 def test_samples_without_tokens_count_or_are_skipped(capsys):
     step = ["--lengths", "10,0", "--modes", "sample_mean,nemo-rl/sequence_level"]
     for empty, weight in (("count", 1 / 20), ("skip", 1 / 10)):
@@ -227,6 +244,16 @@ BAD_ARGUMENTS = {
     f"--data --json {ONE_ROW}": "OptionError: --json must stand beside another source than --data",
     f"--data --plot x {ONE_ROW}": "OptionError: --plot must stand beside another source than --data",
     f"--data --modes sum {ONE_ROW}": "OptionError: --modes must stand beside another source than --d",
+    "--lengths 1 --sample-weights skip": (
+        "DataError: under --sample-weights each sample must have a weight, a finite number >= 0, got "
+    ),
+    "--lengths 1 --sft-turns last": "OptionError: --sft-turns must stand beside another source than",
+    "--chats x --tokenizer y --sft-weight-field w": (
+        "OptionError: --sft-weight-field needs --sample-weights count or skip, got none. Add it."
+    ),
+    f"--data --chats x --tokenizer y --sft-weight-field w --sample-weights skip {ONE_ROW}": (
+        "OptionError: --sample-weights must stand beside another source than --data"
+    ),
     "": "OptionError: explain must have one source of samples, got none. Give one of --lengths, ",
     "--lengths 1 --jsonl x": (
         "OptionError: explain must have one source of samples, got --lengths and --jsonl. Give "

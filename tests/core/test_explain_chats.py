@@ -61,7 +61,11 @@ def answers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answe
     def chat(turns: list[tuple[str, str]], **others: Any) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": text} for role, text in turns], **others}
 
-    write("chats.jsonl", chat(ONE, prompt="p"), chat(TWO, prompt="q"))
+    one, two = chat(ONE, prompt="p", weight=7, w=2), chat(TWO, prompt="q", weight=7, w=0.5)
+    one["messages"][1]["train"] = two["messages"][1]["train"] = True
+    two["messages"][3]["train"] = 0
+    write("chats.jsonl", one, two)
+    write("unsaid.jsonl", chat(ONE))
     write("no_role.jsonl", {"messages": [{"content": "a"}]})
     write("texts.jsonl", {"text": "a"})
     (found,) = run_ranks(answers, 1, folder, [*COMMANDS.values()], initialized=False)
@@ -69,11 +73,19 @@ def answers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answe
 
 
 DATA = "explain --data --chats FOLDER/chats.jsonl --tokenizer FOLDER/chats --"
+CHATS = "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/chats"
 SIZES = "--micro-batch-size 1 --global-batch-size 2"
 COMMANDS = {
     "step": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/chats --json",
     "split": f"{DATA} {SIZES} --seq-length 32 --context-parallel-size 2",
     "cut": f"{DATA} {SIZES} --seq-length 6",
+    "cut, each": f"{DATA.replace(' --', ' --sft-turns each --', 1)} {SIZES} --seq-length 13",
+    "last": f"{CHATS} --sft-turns last --json",
+    "by field": f"{CHATS} --sft-turn-field train --json",
+    "each, weights": f"{CHATS} --sft-turns each --sft-weight-field w --sample-weights count --json",
+    "text": CHATS,
+    "unsaid": f"{CHATS.replace('chats.', 'unsaid.')} --sft-turn-field train",
+    "no weight": f"{CHATS.replace('chats.', 'unsaid.')} --sft-weight-field w --sample-weights skip",
     "drops_answers": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/drops_answers",
     "plain": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/plain",
     "nowhere": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/nowhere",
@@ -81,6 +93,14 @@ COMMANDS = {
     "no_role": "explain --chats FOLDER/no_role.jsonl --tokenizer FOLDER/chats",
 }
 REFUSED = {
+    "unsaid": (
+        "DataError: the field 'train' of the assistant's messages must be true, false, 1 or 0, got None "
+        "for turn 2 in FOLDER/unsaid.jsonl:1. Correct it, or name another"
+    ),
+    "no weight": (
+        "DataError: under --sample-weights each sample must have a weight, a finite number >= 0, got "
+        "null in FOLDER/unsaid.jsonl:1. Write it"
+    ),
     "drops_answers": (
         "DataError: the chat template must write a turn alike whatever follows it, got another "
         "text for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
@@ -122,6 +142,29 @@ def test_chats_are_padded_and_split_as_rows(answers_by_name: dict[str, Answer]) 
     assert printed.startswith("Stock Megatron gives a token 0.62 to 1.25 times its weight")
     # Rows of 6 positions have 2 of each chat.
     assert "samples: 2; loss tokens: 4\n" in answers_by_name["cut"].said
+
+
+def test_turns_and_weights_are_those_of_the_flags(answers_by_name: dict[str, Answer]) -> None:
+    def numbers(name: str) -> tuple[list[float], dict[str, Any]]:
+        code, out, err = answers_by_name[name]
+        assert (code, err) == (0, "")
+        said = json.loads(out)
+        return [sample["tokens"] for sample in said["samples"]], said["modes"]
+
+    assert numbers("last")[0] == [4, 2]
+    assert numbers("by field")[0] == [4, 4]
+    tokens, modes = numbers("each, weights")
+    assert tokens == [1, 2]  # turns
+    # A weighted mean of 2 and 0.5; and of a turn of weight 2 and two of weight 0.5, over their sum.
+    assert modes["sample_mean"]["share"] == pytest.approx([2 / 2.5, 0.5 / 2.5])
+    assert modes["token_mean"]["share"] == pytest.approx([2 / 3, 1 / 3])
+    # The second answer of the second chat is at positions 12 and 13 of 13: of its turn one is left.
+    assert "samples: 2; loss tokens: 3\n" in answers_by_name["cut, each"].said
+
+
+def test_chats_say_that_sft_has_a_format_of_its_own(answers_by_name: dict[str, Answer]) -> None:
+    for name in ("text", "split"):
+        assert "see explain --data -- pretrain_gpt.py --sft" in answers_by_name[name].said
 
 
 @pytest.mark.parametrize("name", REFUSED)

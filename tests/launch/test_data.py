@@ -174,8 +174,8 @@ def line_of(conversations: list[list[tuple[str, str]]], **fields: Any) -> str:
     return json.dumps({"messages": turns, **fields}) + "\n"
 
 
-def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
-    """Masks and offsets of packs, and what is printed of them."""
+def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str, list[float]]:
+    """Masks and offsets of packs, what is printed of them, and the first mask of last turns alone."""
     stand_in_for_libraries()
     path = folder / "chats.jsonl"
     packs = (CONVERSATIONS, CONVERSATIONS[:1], CONVERSATIONS[1:], CONVERSATIONS)
@@ -187,14 +187,16 @@ def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str]:
     rows = list(read(flags.split(), 4))
     code, printed, complained = answer(f"explain --data --samples 4 -- {flags}")
     assert code == 0, complained
-    return [
+    (last,) = read(f"{flags} --loss-aggregation-sft-turns last".split(), 1)
+    masks = [
         (row.loss_mask[0].tolist(), [] if row.cu_seqlens is None else row.cu_seqlens.tolist())
         for row in rows
-    ], printed
+    ]
+    return masks, printed, last.loss_mask[0].tolist()
 
 
 def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
-    ((rows, printed),) = run_host_ranks(sft_rows, 1, tmp_path, initialized=False)
+    ((rows, printed, last),) = run_host_ranks(sft_rows, 1, tmp_path, initialized=False)
     # A position counts if the next token is an assistant's. Padding is the last conversation's.
     first = [0, 0, 0, 1, 1, 1, 1, 0]  # sabcdefg: d to g are predicted at 3 to 6
     second = [0, 1, 0, 1, 1, 0]  # abxyzz: x is predicted at 1, zz at 3 and 4
@@ -203,6 +205,7 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
         for mask, offsets in ((first + second, [0, 8, 24]), (first, [0, 24]), (second, [0, 24]))
     )
     assert rows == [both, one, other, both]
+    assert last == first + [0, 0, 0, 1, 1, 0] + [0] * 10
     # M = 7 + 4 + 3 + 7 = 21, H = 4: 21 / (4 * 7) = 0.75 to 21 / (4 * 3) = 1.75.
     assert "Stock Megatron gives a token 0.75 to 1.75 times" in printed
     assert "steps: 1, of 4 rows; samples: 6; loss tokens: 21" in printed

@@ -44,6 +44,7 @@ def test_the_flag_set_is_frozen() -> None:
     values = ["", "-divisor", "-empty", "-rejected", "-function", "-batch", "-empty-step"]
     values += ["-split", "-evaluation", "-unmeasured", "-mtp", "-sample-weights"]
     values += ["-sft-prompt-field", "-mismatch", "-count"]
+    values += ["-sft-weight-field", "-sft-turns", "-sft-turn-field"]
     expected = {FLAG + x: ((FLAG[2:] + x).replace("-", "_"), None, None) for x in values}
     for x in ("also", "extension", "levels", "dataset_weights"):
         expected[f"{FLAG}-{x}".replace("_", "-")] = (f"loss_aggregation_{x}", "+", None)

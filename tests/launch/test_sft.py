@@ -299,7 +299,7 @@ BAD: list[tuple[SFTFields, str, str]] = [
     (
         PROMPTS,
         '{"prompts": "a", "silent": true}',
-        "every conversation must have tokens, got one without in line 1 of CHATS. Remove it, or drop @-p",
+        "every conversation must have tokens, got one without in line 1 of CHATS. Remove ... drop @-p",
     ),
     (
         WEIGHTS,
@@ -442,6 +442,9 @@ def test_the_flags_need_megatrons_own_data(name: str, value: str) -> None:
     flag = f"{FLAG}-{name}"
     with pytest.raises(OptionError, match=f"^{flag} needs Megatron's --sft, got none. Add"):
         hook_from_args(argparse.Namespace(**flags, sft=False))
+    hook = hook_from_args(argparse.Namespace(**flags, sft=True))
+    # Compared between ranks, and among the first lines of the log.
+    assert hook is not None and hook.settings == {"sft": f"{name} {value}"}
     both = argparse.Namespace(**flags, sft=True, loss_aggregation_batch="json:dumps")
     with pytest.raises(
         OptionError, match=f"^{flag} and --loss-aggregation-batch .*got both. Remove"
