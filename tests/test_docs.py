@@ -69,7 +69,8 @@ ELSEWHERE = {
     "python -m megatron_loss_agg explain --data": (
         "tests/core/test_explain.py and tests/launch/test_data.py"
     ),
-    "printf": "as above",
+    "python -m megatron_loss_agg explain --chats": "tests/core/test_explain_chats.py",
+    "printf": "tests/core/test_explain.py",
     "patch -p1": "tests/frameworks",
     "SKYRL=": "tests/frameworks",
     "python -m skyrl.": "tests/frameworks/test_skyrl.py",

@@ -41,6 +41,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
         ) from error
     parser = add_megatron_arguments(flags.Parser(add_help=False, allow_abbrev=False))
     args, _ = flags.add_arguments(parser).parse_known_args(argv)
+    flags.hook_options(args)  # checks their words
     with tempfile.TemporaryDirectory() as folder:
         try:
             dataset = _training_set(args, number, folder)

@@ -143,6 +143,7 @@ class SFTFields:
         Raises:
             HostError: this Megatron makes no packs.
             DataError: the line lacks a field, or its value does not fit the conversations.
+            OptionError: the prompt format does not tell turns apart.
         """
         if "cu_seqlens" not in item:
             raise HostError(
@@ -198,7 +199,7 @@ class SFTFields:
         mask_T, turn_T = item["loss_mask"], turn_T[1:]  # of the token that a position predicts
         is_others_T = ~torch.tensor(of_assistant)[turn_T]
         if not torch.equal(text_T[:-1], item["tokens"]) or bool(mask_T[is_others_T].any()):
-            raise HostError(
+            raise OptionError(
                 f"{self.flag} needs a prompt format that writes a turn alike whatever "
                 f"stands before it, and trains on the assistant's turns alone, got another in {where}. "
                 "Choose --sft-tokenizer-prompt-format nemotron-nano-v2 or nemotron-h-aligned, or "

@@ -222,6 +222,7 @@ MESSAGES = {
     "--sft --data-path nowhere": f"{UNREADABLE}(ImportError: SFTDataset currently requires data",
     "": OF_SCRIPT,
     "--data-path FOLDER/x --fim-data": OF_SCRIPT,
+    "--loss-aggregation-sft-turns first": "OptionError: --loss-aggregation-sft-turns must be one of all",
     "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: got cyclic. Change --dataloa",
     "--data-path FOLDER/x --dataloader-inter-document-masking --context-parallel-size 2": (
         "OptionError: --dataloader-inter-document-masking needs --context-parallel-size 1 ... got 2"

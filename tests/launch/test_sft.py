@@ -114,6 +114,7 @@ WAYS = {
         by_message=True,
     ),
 }
+PADDED = 4  # tokens of a conversation are padded to a multiple of it
 PLAIN = Way("", "", {"mode": "sample_mean"})
 
 
@@ -135,7 +136,7 @@ def loss_mask(line: list[Chat], way: Way) -> list[float]:
             inside = [p for p in positions if p < SEQ_LENGTH - 1]
             for p in inside:
                 mask[p] = 1 / len(inside) if way.turns == "each" else 1.0
-        start = -(-place // 4) * 4
+        start = -(-place // PADDED) * PADDED
     return mask
 
 
