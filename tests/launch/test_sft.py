@@ -275,6 +275,7 @@ PROMPTS, WEIGHTS, BY_MESSAGE = (
     SFTFields(turns=Turns(field="train")),
 )
 NO_WEIGHT = "must hold weights of conversations, finite numbers >= 0, got"
+SAYS_NEITHER = "the field 'train' of the assistant's messages must be true, false, 1 or 0"
 # Lines, and what the flags say of them.
 BAD: list[tuple[SFTFields, str, str]] = [
     (
@@ -328,8 +329,12 @@ BAD: list[tuple[SFTFields, str, str]] = [
     (
         BY_MESSAGE,
         "{}",
-        "the field 'train' of the assistant's messages must be true, false, 1 or 0, got None for turn 3 "
-        "in line 1 of CHATS. Correct it, or name ... @-turn-field",
+        f"{SAYS_NEITHER}, got None for turn 3 in line 1 of CHATS. Correct it, or name ... @-turn-field",
+    ),
+    (
+        SFTFields(turns=Turns(field="content")),
+        "{}",
+        f"{SAYS_NEITHER.replace('train', 'content')}, got 'a' for turn 3 in line 1 of CHATS. Correct",
     ),
 ]
 
