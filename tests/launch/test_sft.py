@@ -376,26 +376,24 @@ def told_of_formats(folder: Path) -> list[str | None]:
     stand_in_for_libraries()
     path = folder / "chats.jsonl"
     path.write_text(line_of([[("system", "s"), ("user", "u"), ("assistant", "a")]]))
-    errors = []
+    datasets = []
     for prompt_format in ("nemotron-h-aligned", "identity"):
         tokenizer = MegatronTokenizer.from_pretrained(
             "none", metadata_path={"library": "sft"}, prompt_format=prompt_format
         )
-        dataset = sft_data(path, tokenizer)
-        errors.append(error_of(LAST.read_item, dataset[0], dataset, 0))
+        datasets.append(sft_data(path, tokenizer))
+    items = [dataset[0] for dataset in datasets]
+    errors = [error_of(LAST.read_item, *pair, 0) for pair in zip(items, datasets, strict=True)]
     # A template that writes a turn differently where others stand before it.
-    item = dataset[0] | {"tokens": dataset[0]["tokens"] + 1}
-    errors.append(error_of(LAST.read_item, item, dataset, 0))
-    return errors
+    item = items[0] | {"tokens": items[0]["tokens"] + 1}
+    return [*errors, error_of(LAST.read_item, item, datasets[0], 0)]
 
 
 def test_turns_need_a_format_that_trains_on_answers_alone(tmp_path: Path) -> None:
     ((fits, *others),) = run_host_ranks(told_of_formats, 1, tmp_path, initialized=False)
     assert fits is None
     for error in others:
-        text = (
-            f"HostError: {FLAG}-turns needs a prompt format that ... line 1 of ... nemotron-nano-v2"
-        )
+        text = f"OptionError: {FLAG}-turns needs a prompt format that ... line 1 of ... nemotron-nano-v2"
         assert_says(error, text)
 
 
