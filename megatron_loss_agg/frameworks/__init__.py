@@ -10,16 +10,18 @@ Without the variable an adapter changes nothing.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
-from megatron_loss_agg.frameworks.refusals import refused
+from megatron_loss_agg.frameworks.refusals import BATCHES, refused
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
 
@@ -28,6 +30,7 @@ __all__ = [
     "check_aggregation",
     "print_first_lines",
     "print_inactive",
+    "prompts_by_tokens",
     "read_aggregation",
     "required_release",
     "same_on_all_ranks",
@@ -61,19 +64,19 @@ def required_release(framework: str, package: str, oldest: str) -> Iterator[None
 
 
 def read_aggregation(
-    framework: str, units: set[str], has_weights: bool = False, on_all_ranks: bool = False
+    framework: str, batches: str | None = None, on_all_ranks: bool = False
 ) -> LossAggregation | None:
     """The aggregation in the environment, checked; or None, which is printed once.
 
     Args:
-        units, has_weights: as in `check_aggregation`.
+        batches: as in `check_aggregation`; by default those of the framework's name.
         on_all_ranks: all ranks that train call, so they compare whether they aggregate.
     """
 
     def read() -> LossAggregation | None:
         agg = aggregation_from_environment()
         if agg is not None:
-            check_aggregation(agg, framework, units, has_weights)
+            check_aggregation(agg, batches or framework)
         return agg
 
     agg = same_on_all_ranks(read) if on_all_ranks else read()
@@ -105,21 +108,25 @@ def same_on_all_ranks(read: Callable[[], _T]) -> _T:
     return results[0]
 
 
-def check_aggregation(
-    agg: LossAggregation, framework: str, units: set[str], has_weights: bool = False
-) -> None:
-    """Raise OptionError if the aggregation needs more than the framework's batches have.
-
-    Args:
-        units: the units that the adapter can group tokens by, besides the sample and the step.
-        has_weights: the batches have weights of samples.
-    """
+def check_aggregation(agg: LossAggregation, batches: str) -> None:
+    """Raise OptionError if the aggregation needs more than a row of `BATCHES` has."""
+    units, has_weights = BATCHES[batches]
     if missing := agg.units - {"all", "sample", *units}:
         possible = " or ".join(["sample", *sorted(units)])
         got = f"{', '.join(sorted(missing))} ({agg.label})"
-        raise refused("units", got, units=possible, framework=framework)
+        raise refused("units", got, units=possible, batches=batches)
     if agg.sample_weights and not has_weights:
         raise refused("weights", agg.sample_weights)
+
+
+def prompts_by_tokens(tokens: Tensor, is_prompt: Tensor) -> list[str]:
+    """An id for each row's prompt [rows]: a hash of the tokens [rows, tokens] that belong to it.
+
+    For frameworks that send no ids of prompts. A hash is one string on all ranks.
+    """
+    rows = zip(tokens.cpu(), is_prompt.cpu(), strict=True)
+    prompts = (row[belongs].numpy().tobytes() for row, belongs in rows)
+    return [hashlib.sha256(prompt).hexdigest() for prompt in prompts]
 
 
 def print_inactive(framework: str) -> None:

@@ -140,11 +140,11 @@ class AggregatedLMEngine(_AggregatingEngine, MegatronLMEngine):
 
 def _aggregation(config: Any, has_prompts: bool) -> LossAggregation:
     """The aggregation in the environment, checked against the engine's configuration."""
-    agg = read_aggregation("AReaL", {"prompt"})
+    agg = read_aggregation("AReaL")
     if agg is None:
         raise refused("areal, variable", "none")
     if not has_prompts:
-        check_aggregation(agg, "AReaL's SFT", set())
+        check_aggregation(agg, "AReaL's SFT")
     if agg.rejected is not None:
         raise refused("areal, rejected", agg.rejected, label=agg.label)
     check_settings(config, *REFUSED["areal"])
@@ -185,7 +185,7 @@ def _create_engine(
     Args:
         create: AReaL's own method, for a process without the variable.
     """
-    agg = read_aggregation("AReaL", {"prompt"})
+    agg = read_aggregation("AReaL")
     if agg is None:
         engine = create()
     else:

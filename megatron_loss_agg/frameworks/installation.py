@@ -1,4 +1,4 @@
-"""What ``doctor --framework NAME`` looks at: the installed framework, and the file that starts it."""
+"""What ``doctor --framework NAME`` looks at: the installed framework, and the files that start it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.describe import aggregation_in_words
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import aggregation_from_environment
-from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from, environment_flags
+from megatron_loss_agg.frameworks import check_aggregation
+from megatron_loss_agg.frameworks.refusals import SETTINGS, check_settings
+from megatron_loss_agg.launch.flags import (
+    VARIABLE,
+    aggregation_from_environment,
+    aggregations_from,
+    environment_flags,
+)
 
 _OURS = "megatron_loss_agg.frameworks"
 
@@ -28,8 +37,12 @@ class Framework(NamedTuple):
     """Its name on the package index."""
     tried: tuple[str, ...]
     """Releases, or commits of a clone, on which the adapter was run."""
-    doors: tuple[tuple[str, ...], ...]
-    """Ways to load the adapter, each with the settings or lines that it takes."""
+    doors: dict[tuple[str, ...], str]
+    """Ways to load the adapter: the settings or lines that each takes, and its row of `BATCHES`."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Sections of its configuration, with dots between nested names, and their rows of `SETTINGS`."""
+    variables: str = ".*"
+    """A pattern of the sections whose variables reach the processes that load the adapter."""
     in_driver: bool = False
     """The process that loads the adapter trains nothing, and needs no Megatron."""
 
@@ -37,68 +50,96 @@ class Framework(NamedTuple):
 FRAMEWORKS = {
     "verl": Framework(
         *("verl", "verl", "verl", ("0.9.1", "0.9.0")),
-        ((f"VERL_USE_EXTERNAL_MODULES={_OURS}.verl",),),
+        {(f"VERL_USE_EXTERNAL_MODULES={_OURS}.verl",): "verl"},
+        settings=(("actor_rollout_ref.actor", "verl"),),
+        variables=r".*\benv_vars",
     ),
     "slime": Framework(
         *("slime", "slime", "slime", ("624b824", "7405851")),
-        ((f"--rollout-data-postprocess-path {_OURS}.slime.postprocess",),),
+        {(f"--rollout-data-postprocess-path {_OURS}.slime.postprocess",): "slime"},
     ),
     "miles": Framework(
         *("miles", "miles", "miles", ("31f1ca9",)),
-        (
-            (f"--custom-convert-samples-to-train-data-path {_OURS}.miles.convert",),
-            (f"--rollout-data-postprocess-path {_OURS}.miles.postprocess",),
-        ),
+        {
+            (f"--custom-convert-samples-to-train-data-path {_OURS}.miles.convert",): "miles",
+            (f"--rollout-data-postprocess-path {_OURS}.miles.postprocess",): "miles with its patch",
+        },
     ),
     "nemo_rl": Framework(
         *("NeMo-RL", "nemo_rl", "nemo-rl", ("7ea279a",)),
-        ((f"from {_OURS}.nemo_rl import aggregate_losses", "aggregate_losses("),),
+        {(f"from {_OURS}.nemo_rl import aggregate_losses", "aggregate_losses("): "NeMo-RL"},
         in_driver=True,
     ),
     "areal": Framework(
         *("AReaL", "areal", "areal", ("cbff54d", "2.0.0", "1.0.4")),
-        ((f"from {_OURS}.areal import PPOTrainer",), (f"from {_OURS}.areal import SFTTrainer",)),
+        {
+            (f"from {_OURS}.areal import PPOTrainer",): "AReaL",
+            (f"from {_OURS}.areal import SFTTrainer",): "AReaL's SFT",
+        },
+        settings=(("actor", "areal"),),
+        variables=r"(actor|critic)\.scheduling_spec\.env_vars",
     ),
     "rlinf": Framework(
         *("RLinf", "rlinf", "rlinf", ("a3816b5",)),
-        (
-            (f"from {_OURS}.rlinf import MegatronActor", "actor_worker_cls=MegatronActor"),
-            (f"from {_OURS}.rlinf import MegatronActor", "MegatronActor.create_group("),
-        ),
+        {
+            (f"from {_OURS}.rlinf import MegatronActor", "actor_worker_cls=MegatronActor"): "RLinf",
+            (f"from {_OURS}.rlinf import MegatronActor", "MegatronActor.create_group("): "RLinf",
+        },
+        settings=(("", "rlinf"),),
+        variables=r"cluster\..*\benv_vars",
     ),
     "roll": Framework(
         *("ROLL", "roll", "roll", ("8eb27cc",)),
-        (
-            (f"worker_cls: {_OURS}.roll.AggregatedRLVRWorker", "seq-mean-token-sum"),
-            (f"worker_cls: {_OURS}.roll.AggregatedAgenticWorker", "seq-mean-token-sum"),
+        {
+            (
+                f"actor_train.worker_cls: {_OURS}.roll.Aggregated{pipeline}Worker",
+                "loss_agg_mode: seq-mean-token-sum",
+            ): f"ROLL's {name} pipeline"
+            for pipeline, name in (("RLVR", "RLVR"), ("Agentic", "agentic"))
+        },
+        settings=(
+            *(("", "roll"), ("actor_train", "roll, worker")),
+            ("actor_train.strategy_args", "roll, strategy"),
         ),
+        variables=r"(actor_train\.)?system_envs",
     ),
     "skyrl": Framework(
         *("SkyRL", "skyrl", "skyrl", ("0.4.0",)),
-        (
-            (f"trainer.override_entrypoint={_OURS}.skyrl",),
-            (f"from {_OURS}.skyrl import ExactLoss", "(ExactLoss"),
-            (f"from {_OURS}.skyrl import ExactAsyncTrainer", "ExactAsyncTrainer("),
-        ),
+        {
+            (f"trainer.override_entrypoint={_OURS}.skyrl",): "SkyRL",
+            (f"from {_OURS}.skyrl import ExactLoss", "(ExactLoss"): "SkyRL",
+            (f"from {_OURS}.skyrl import ExactAsyncTrainer", "ExactAsyncTrainer("): "SkyRL",
+        },
+        settings=(("", "skyrl"),),
         in_driver=True,
     ),
     "ms_swift": Framework(
         *("ms-swift", "swift", "ms-swift", ("4.6.0",)),
-        (("external_plugins", "ms_swift/plugin.py"),),
+        {("external_plugins", "ms_swift/plugin.py"): "ms-swift"},
     ),
 }
 """All frameworks by the names of their adapters."""
 
 
-def examined(name: str, launch_file: str | None = None) -> tuple[str, str]:
+class Launch(NamedTuple):
+    """What the files that start a framework say to the adapter."""
+
+    batches: str
+    """A row of `BATCHES`."""
+    flags: list[str]
+    """The variable's values; not those that a shell or another file fills in."""
+
+
+def examined(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
     """OK, or WARN for a version that was not tried; and a text with the lines to set.
 
     Args:
-        launch_file: a script, or a file of settings, that starts the framework.
+        files: the script and the settings that start the framework.
 
     Raises:
-        HostError: the framework is not there, or lacks a name that the adapter uses.
-        OptionError: bad flags in the environment, or a launch file that loads no adapter.
+        HostError: the framework is not there, or lacks a name that the adapter uses; or a setting
+            in a file under which the adapter is not exact.
+        OptionError: bad flags in a file or in the environment, or files that load no adapter.
     """
     framework = FRAMEWORKS[name]
     if importlib.util.find_spec(framework.package) is None:
@@ -106,24 +147,23 @@ def examined(name: str, launch_file: str | None = None) -> tuple[str, str]:
             f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
             "Give the Python that trains."
         )
-    # ms-swift's loop has a hook, which takes all flags.
-    agg = aggregation_from(argparse.Namespace(**environment_flags()))
-    if name != "ms_swift":
-        aggregation_from_environment()
+    launch = Launch(next(iter(framework.doors.values())), [])
+    if files:
+        launch = read_launch(framework, files)
+    asked = aggregations(launch)
     settings = importlib.import_module(f"{_OURS}.{name}").SETTINGS
     version = _version(framework)
     level, state = "OK", f"{version}, tried"
     if version not in framework.tried:
         level, state = "WARN", f"{version}, not tried: expects {' or '.join(framework.tried)}"
     state += "; has the names that the adapter uses"
-    if launch_file is not None:
-        if not names_variable(framework, launch_file) and agg is None:
-            return "WARN", (
-                f"{state}; {launch_file} loads the adapter, but {VARIABLE} is set neither there nor "
-                "here. Set it."
-            )
-        return level, f"{state}; {launch_file} loads the adapter"
-    here = "is not set" if agg is None else f"asks for {aggregation_in_words(agg)}"
+    words = ", ".join(dict.fromkeys(map(aggregation_in_words, asked)))
+    if files:
+        state += f"; {' and '.join(files)} load{'s' * (len(files) == 1)} the adapter"
+        if not asked:
+            return "WARN", f"{state}, but {VARIABLE} has flags neither there nor here. Set it."
+        return level, f"{state}; {VARIABLE} asks for {words}"
+    here = f"asks for {words}" if asked else "is not set"
     return level, (
         f"{state}; {VARIABLE} {here} here. Set, with the mode that you want,\n{settings}"
     )
@@ -145,31 +185,114 @@ def _version(framework: Framework) -> str:
         return "a version without a number"
 
 
-def names_variable(framework: Framework, launch_file: str) -> bool:
-    """True if the file, which loads the adapter, also names the variable.
+def aggregations(launch: Launch) -> list[LossAggregation]:
+    """The aggregations that the adapter would read: from the files, or else from the environment.
 
     Raises:
-        OptionError: it does not load the adapter. A framework passes over a setting that it does
-            not have, or imports another class, and its own mean is trained.
+        OptionError: the adapter would refuse the flags.
     """
-    path = Path(launch_file)
-    if not path.is_file():
-        raise OptionError(
-            f"FILE must be the script or the settings that start {framework.title}, got "
-            f"{launch_file!r}. Give a file."
-        )
-    text = re.sub(r"(^|\s)#.*", r"\1", path.read_text(errors="replace"))
-    missing = [[x for x in door if not re.search(_pattern(x), text)] for door in framework.doors]
-    if all(missing):
-        words = min(missing, key=len)[0]
-        setting, _, value = words.replace("=", " ").partition(" ")
-        got = f"no {words}"
-        if value.startswith(_OURS) and re.search(_pattern(value), text):
-            got = f"{value} under another name than {setting}"
-        raise OptionError(
-            f"{launch_file} must load the adapter of {framework.title}, got {got}. Write {words}."
-        )
-    return VARIABLE in text
+    # ms-swift's loop has a hook, which takes all flags.
+    has_hook = launch.batches == "ms-swift"
+    found = []
+    for text in launch.flags or [os.environ.get(VARIABLE, "")]:
+        if has_hook:
+            found += aggregations_from(argparse.Namespace(**environment_flags(text)))
+        elif (agg := aggregation_from_environment(text)) is not None:
+            found.append(agg)
+    for agg in found:
+        check_aggregation(agg, launch.batches)
+    return found
+
+
+def read_launch(framework: Framework, files: Sequence[str]) -> Launch:
+    """What the files say, which together load the adapter.
+
+    Raises:
+        OptionError: they do not load it. A framework passes over a setting that it does not have,
+            or imports another class, and its own mean is trained.
+        HostError: a setting under which the adapter is not exact.
+    """
+    text, flags = "", []
+    for name in files:
+        path = Path(name)
+        if not path.is_file():
+            raise OptionError(
+                f"FILE must be the script or the settings that start {framework.title}, got "
+                f"{name!r}. Give a file."
+            )
+        if path.suffix in (".yaml", ".yml"):
+            values = read_settings(framework, path)
+            text += "".join(f"{key}: {value}\n" for key, value in values)
+            for key, value in values:
+                section, _, variable = key.rpartition(".")
+                if variable == VARIABLE and re.fullmatch(framework.variables, section):
+                    flags.append(str(value))
+        else:
+            code = re.sub(r"(^|\s)#.*", r"\1", path.read_text(errors="replace"))
+            text += code
+            flags += [match["quoted"] or match["word"] for match in _FLAGS.finditer(code)]
+    batches = opened_door(framework, " and ".join(files), text)
+    return Launch(batches, [x for x in flags if x and "$" not in x])
+
+
+def read_settings(framework: Framework, path: Path) -> list[tuple[str, Any]]:
+    """Names and values of a YAML file, as ``actor_train.worker_cls``; each value of a list alone.
+
+    Raises:
+        HostError: a setting under which the adapter is not exact.
+    """
+    import yaml  # type: ignore[import-untyped]  # installed with each framework that has such files
+
+    config = yaml.safe_load(path.read_text())
+    values = [*_flat(config)]
+    # Others are defaults, or filled in from elsewhere.
+    set_here = {key for key, value in values if "${" not in str(value)}
+    for section, row in framework.settings:
+        part = config
+        for key in filter(None, section.split(".")):
+            part = (part or {}).get(key)
+        prefix = section and f"{section}."
+        check_settings(part, *(x for x in SETTINGS[row] if prefix + x.name in set_here))
+    return values
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, x in value.items():
+            yield from _flat(x, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for x in value:
+            yield from _flat(x, name)
+    else:
+        yield name, value
+
+
+def opened_door(framework: Framework, files: str, text: str) -> str:
+    """The row of `BATCHES` of the first door that the text opens.
+
+    Raises:
+        OptionError: it opens none.
+    """
+    missing = {}
+    for words, batches in framework.doors.items():
+        missing[words] = [x for x in words if not re.search(_pattern(x), text)]
+        if not missing[words]:
+            return batches
+    needed = min(missing.values(), key=len)[0]
+    setting, _, value = re.sub(": |=", " ", needed).partition(" ")
+    got = f"no {needed}"
+    if value.startswith(_OURS) and re.search(_pattern(value), text):
+        got = f"{value} under another name than {setting}"
+    raise OptionError(
+        f"{files} must load the adapter of {framework.title}, got {got}. Write {needed}."
+    )
+
+
+_FLAGS = re.compile(
+    rf"""(?<!\w){VARIABLE}\\*["']?\]?\s*[:=,]\s*"""
+    r"""(?:(?P<quote>\\*["'])(?P<quoted>.*?)(?P=quote)|(?P<word>[^\s"'&;)]*))"""
+)
+"""The variable and its value, as a shell, JSON or a program write them."""
 
 
 def _pattern(words: str) -> str:
@@ -177,5 +300,6 @@ def _pattern(words: str) -> str:
     parts = map(re.escape, re.split("[ =]|: ", words))
     # Quotes and signs between a name and its value, and other values of a list.
     between = r"""["']?(?:\s|\\|=|:)+["'\[(\s]*(?:[\w./]+,\s*)*"""
-    start, end = (r"(?<!\w)" if words[0] != "(" else ""), (r"(?!\w)" if words[-1] != "(" else "")
-    return start + between.join(parts) + end
+    # Variables are named behind whatever section passes them on, settings with all sections.
+    start = "" if words[0] == "(" else r"(?<!\w)" if words[0].isupper() else r"(?<![\w.])"
+    return start + between.join(parts) + (r"(?!\w)" if words[-1] != "(" else "")

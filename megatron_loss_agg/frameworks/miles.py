@@ -53,8 +53,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "convert":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # There are no microbatches yet.
-    agg = read_aggregation("miles", {"prompt", "rollout"})
+    agg = read_aggregation("miles")
     return agg and partial(_convert, agg)
 
 

@@ -24,6 +24,7 @@ from megatron_loss_agg import LossAggregation, StepPlan, weigh
 from megatron_loss_agg.frameworks import (
     check_aggregation,
     print_first_lines,
+    prompts_by_tokens,
     read_aggregation,
     required_release,
 )
@@ -55,7 +56,7 @@ def aggregate_losses(policy: Any) -> Any:
         OptionError: a mode that needs more than NeMo-RL sends.
         HostError: a policy whose workers are not Megatron's, or do not get the driver's batch.
     """
-    agg = read_aggregation("NeMo-RL", {"prompt"}, has_weights=True)
+    agg = read_aggregation("NeMo-RL")
     if agg is None:
         return policy
     check_settings(policy.cfg, *REFUSED["nemo_rl"])
@@ -87,7 +88,7 @@ def _check_loss(agg: LossAggregation, data: Any, loss_fn: Any) -> None:
         raise refused("nemo_rl, loss", type(loss_fn).__name__)
     check_settings(loss_fn, *REFUSED["nemo_rl, loss"])
     if type(loss_fn) is NLLLossFn:
-        check_aggregation(agg, "NeMo-RL's SFT", set(), has_weights=True)
+        check_aggregation(agg, "NeMo-RL's SFT")
     if "prompt" in agg.units and any(isinstance(x, PackedTensor) for x in data.values()):
         raise refused("nemo_rl, images", "images, video or audio")
 
@@ -114,8 +115,8 @@ def _coefficients(agg: LossAggregation, data: Any, size: int) -> Tensor:
     return torch.cat(parts).to(sample_mask.device, torch.float32)
 
 
-def _prompts(data: Any) -> Tensor:
-    """A number for each prompt: the tokens before the first generated one, as for advantages.
+def _prompts(data: Any) -> list[str]:
+    """An id of each row's prompt: the tokens before the first generated one, as for advantages.
 
     The position of a row does not tell its prompt: dynamic sampling drops single samples.
     """
@@ -124,8 +125,7 @@ def _prompts(data: Any) -> Tensor:
     lengths = torch.where(
         is_generated.any(-1), is_generated.int().argmax(-1), data["input_lengths"]
     )
-    prompts = torch.where(positions < lengths.unsqueeze(-1), tokens, -1)
-    return torch.unique(prompts, dim=0, return_inverse=True)[1]
+    return prompts_by_tokens(tokens, positions < lengths.unsqueeze(-1))
 
 
 class AggregatedLoss:

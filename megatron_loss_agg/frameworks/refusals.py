@@ -1,4 +1,4 @@
-"""What adapters cannot make exact: one table of settings, and one of everything else.
+"""What adapters cannot make exact: tables of batches, of settings, and of everything else.
 
 A message is made of a row: "NAME must be NEEDED, got VALUE. REMEDY", or "NEEDED, got VALUE. REMEDY".
 """
@@ -36,6 +36,35 @@ class Refusal(NamedTuple):
     remedy: str = UNSET
     error: type[AggregationError] = HostError
 
+
+class Batches(NamedTuple):
+    """What the samples of a framework can be grouped and weighed by."""
+
+    units: frozenset[str]
+    """Besides the sample and the step."""
+    has_weights: bool = False
+
+
+_BY_PROMPT = frozenset({"prompt"})
+_BY_ROLLOUT = frozenset({"prompt", "rollout"})
+_BY_SAMPLE = frozenset[str]()
+
+BATCHES = {
+    "verl": Batches(_BY_ROLLOUT),
+    "slime": Batches(_BY_ROLLOUT | {"microbatch"}),
+    "miles": Batches(_BY_ROLLOUT),  # its adapter comes before there are microbatches
+    "miles with its patch": Batches(_BY_ROLLOUT | {"microbatch"}),
+    "NeMo-RL": Batches(_BY_PROMPT, has_weights=True),
+    "NeMo-RL's SFT": Batches(_BY_SAMPLE, has_weights=True),
+    "AReaL": Batches(_BY_PROMPT),
+    "AReaL's SFT": Batches(_BY_SAMPLE),
+    "RLinf": Batches(_BY_PROMPT),
+    "ROLL's RLVR pipeline": Batches(_BY_PROMPT),
+    "ROLL's agentic pipeline": Batches(_BY_ROLLOUT),
+    "SkyRL": Batches(_BY_ROLLOUT),
+    "ms-swift": Batches(frozenset({"microbatch"})),
+}
+"""By the name of a framework, or of a part of it."""
 
 _DIVIDED = "off, since losses are then not divided by rollout_mask_sums"
 _BY_MANAGER = (
@@ -128,7 +157,10 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
         Setting("difficulty_loss_weight", "off, since it weighs samples a second time"),
         Setting("length_loss_weight", "off, since it weighs samples a second time"),
     ),
-    "roll, worker": (Setting("apply_loss_scale", "true, since Megatron averages losses", (True,)),),
+    "roll, worker": (
+        Setting("apply_loss_scale", "true, since Megatron averages losses", (True,)),
+        Setting("pg_variant", "unset, since ROLL's ActorPGWorker alone reads it", (None,)),
+    ),
     "roll, strategy": (Setting("strategy_name", "megatron_train", ("megatron_train",)),),
     "skyrl": (
         Setting(
@@ -281,7 +313,7 @@ REFUSALS = {
         OptionError,
     ),
     "units": Refusal(
-        "--loss-aggregation must group tokens by {units} in {framework}",
+        "--loss-aggregation must group tokens by {units} in {batches}",
         "Choose another mode, such as token_mean or sample_mean.",
         OptionError,
     ),

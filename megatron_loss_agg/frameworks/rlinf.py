@@ -12,7 +12,6 @@ for the loss, and for the same terms in RLinf's metrics, which are averaged over
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -22,7 +21,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan
-from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks import (
+    print_first_lines,
+    prompts_by_tokens,
+    read_aggregation,
+    required_release,
+)
 from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
 from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
@@ -59,7 +63,7 @@ class MegatronActor(RLinfActor):
     def training_step(self, batch: Any) -> Any:
         if self.is_first_step:
             self.is_first_step = False
-            self.aggregation = read_aggregation("RLinf", {"prompt"}, on_all_ranks=True)
+            self.aggregation = read_aggregation("RLinf", on_all_ranks=True)
             if self.aggregation is not None:
                 check_settings(self.cfg, *REFUSED["rlinf"])
                 self.loss_agg_func = self.aggregated
@@ -78,11 +82,11 @@ class MegatronActor(RLinfActor):
         return super().training_step({**batch, COLUMN: coefficients})
 
     def prompts(self, batch: dict[str, Tensor]) -> list[str]:
-        """An id for each prompt: its tokens, which stand left of the response."""
-        tokens = batch["input_ids"][:, : -self.response_len].cpu()
-        is_token = batch["attention_mask"][:, : -self.response_len].cpu() != 0
-        prompts = (x[keep].numpy().tobytes() for x, keep in zip(tokens, is_token, strict=True))
-        return [hashlib.sha256(prompt).hexdigest() for prompt in prompts]
+        """An id of each row's prompt, which stands left of the response."""
+        columns = slice(None, -self.response_len)
+        return prompts_by_tokens(
+            batch["input_ids"][:, columns], batch["attention_mask"][:, columns] != 0
+        )
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         forward_step: Callable[..., Any] = super().get_forward_step_func()

@@ -11,7 +11,6 @@ so the gradient of each log-probability, and of each entropy, times ``c_s G`` is
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -22,7 +21,12 @@ from megatron.core import mpu
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, StepPlan, weigh
-from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks import (
+    print_first_lines,
+    prompts_by_tokens,
+    read_aggregation,
+    required_release,
+)
 from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
 from megatron_loss_agg.frameworks.refusals import check_settings
 
@@ -36,8 +40,6 @@ with required_release("ROLL", "roll", "commit 8eb27cc (19 Aug 2026)"):
     attrgetter("train_step", "op_compute_log_probs", "op_compute_entropy")(MegatronTrainStrategy)
 
 SETTINGS = """\
-export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
-
 # in the YAML file; AggregatedAgenticWorker for the agentic pipeline:
 loss_agg_mode: seq-mean-token-sum
 actor_train:
@@ -51,8 +53,8 @@ COLUMN = "loss_coefficients"
 class _AggregatingWorker:
     """An actor's worker that weighs tokens as MEGATRON_LOSS_AGG_FLAGS says."""
 
-    units: ClassVar[set[str]]
-    """The units that its samples can be grouped by."""
+    batches: ClassVar[str]
+    """Its row of `BATCHES`."""
     mask_keys: ClassVar[tuple[str, ...]] = ("response_mask",)
     """The first that a batch has is the mask of the policy's loss and of KL."""
     row_weights: Tensor | None = None
@@ -61,7 +63,7 @@ class _AggregatingWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> Any:
         result = super().initialize(pipeline_config)  # type: ignore[misc]
-        agg = read_aggregation("ROLL", self.units, on_all_ranks=True)
+        agg = read_aggregation("ROLL", self.batches, on_all_ranks=True)
         if agg is not None:
             self.aggregate(agg)
         return result
@@ -118,22 +120,21 @@ class _AggregatingWorker:
 class AggregatedRLVRWorker(_AggregatingWorker, RLVRActorWorker):
     """The actor of the RLVR pipeline."""
 
-    units: ClassVar = {"prompt"}
+    batches: ClassVar = "ROLL's RLVR pipeline"
     mask_keys = ("final_response_mask", "response_mask")
 
     def ids(self, batch: Any, units: frozenset[str]) -> dict[str, list[str]]:
         """The prompts by their tokens: ROLL numbers samples, and drops the numbers of prompts."""
         if "prompt" not in units:
             return {}
-        tokens, is_prompt = batch.batch["input_ids"].cpu(), batch.batch["prompt_mask"].cpu() != 0
-        prompts = [x[keep].numpy().tobytes() for x, keep in zip(tokens, is_prompt, strict=True)]
-        return {"prompt_ids": [hashlib.sha256(prompt).hexdigest() for prompt in prompts]}
+        columns = batch.batch
+        return {"prompt_ids": prompts_by_tokens(columns["input_ids"], columns["prompt_mask"] != 0)}
 
 
 class AggregatedAgenticWorker(_AggregatingWorker, AgenticActorWorker):
     """The actor of the agentic pipeline: a group of trajectories is a prompt, and one a rollout."""
 
-    units: ClassVar = {"prompt", "rollout"}
+    batches: ClassVar = "ROLL's agentic pipeline"
 
     def ids(self, batch: Any, units: frozenset[str]) -> dict[str, list[str]]:
         columns = {"prompt": "traj_group_id", "rollout": "traj_id"}

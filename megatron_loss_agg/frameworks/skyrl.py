@@ -52,7 +52,6 @@ python -m skyrl.train.entrypoints.main_base trainer.algorithm.use_kl_loss=false 
     trainer.override_entrypoint=megatron_loss_agg.frameworks.skyrl ...
 """
 
-UNITS = {"prompt", "rollout"}
 PROPORTIONAL = frozenset(
     {
         "regular",
@@ -91,7 +90,7 @@ class ExactLoss:
             HostError: a setting of SkyRL's that the weights do not follow.
             OptionError: the aggregation needs more than SkyRL's samples have.
         """
-        agg = read_aggregation("SkyRL", UNITS)
+        agg = read_aggregation("SkyRL")
         if agg is not None:
             _check_rejected(agg, cfg)
             check_settings(cfg, *REFUSED["skyrl"], *_loss_settings(cfg, cls.proportional_losses))
@@ -219,7 +218,7 @@ def main() -> Any:
     Ray does not hand the environment of this process on, so the trainer's process gets the variable.
     """
     overrides = [x for x in sys.argv[1:] if not x.startswith("trainer.override_entrypoint=")]
-    if read_aggregation("SkyRL", UNITS) is None:
+    if read_aggregation("SkyRL") is None:
         sys.argv[1:] = overrides
         return main_base.main()
     cfg = SkyRLTrainConfig.from_cli_overrides(overrides)

@@ -70,7 +70,8 @@ def replace_denominators(
         upgrade_hint: a sentence for errors: the version that passes ``data``.
         patch_hint: a clause for errors: how to make it ship prompts and removed samples.
     """
-    agg = read_aggregation(framework, {"microbatch", "prompt", "rollout"}, on_all_ranks=True)
+    batches = "slime" if framework == "slime" else "miles with its patch"
+    agg = read_aggregation(framework, batches, on_all_ranks=True)
     if agg is None:
         return
     if data is None:

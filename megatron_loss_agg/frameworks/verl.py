@@ -81,7 +81,7 @@ def aggregation() -> LossAggregation | None:
     agg = aggregation_from_environment()
     if agg is None:
         return None
-    check_aggregation(agg, "verl", {"prompt", "rollout"})
+    check_aggregation(agg, "verl")
     return agg if agg.rejected is not None else replace(agg, rejected="skip")
 
 

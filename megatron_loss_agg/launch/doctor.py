@@ -34,13 +34,13 @@ Check = Callable[[], Result | None]
 
 def main(
     argv: Sequence[str],
-    examine: Callable[[str, str | None], Result],
+    examine: Callable[[str, Sequence[str]], Result],
     frameworks: Mapping[str, bool],
 ) -> int:
     """Print one finding per line; return 1 if any of them is FAIL, else 0.
 
     Args:
-        examine: (name of a framework, file that starts it or None) -> the finding on its adapter;
+        examine: (name of a framework, files that start it) -> the finding on its adapter;
             raises an error if the installed framework does not have its extension point.
         frameworks: for the name of each framework with an adapter, whether the adapter works in a
             process that needs no Megatron.
@@ -51,7 +51,7 @@ def main(
         script_flags = script_flags[1:]
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
-        usage="%(prog)s [-h] [--framework NAME [FILE]] [-- FLAG ...]",
+        usage="%(prog)s [-h] [--framework NAME [FILE ...]] [-- FLAG ...]",
         description="Check whether the plugin works here: one line per finding, and exit code 1 if "
         "any is FAIL. The flags of a launch script, given after --, are checked too.",
         allow_abbrev=False,
@@ -63,13 +63,14 @@ def main(
         help=f"check the adapter of {', '.join(frameworks)}, and print the lines that select it",
     )
     parser.add_argument(
-        "file",
-        nargs="?",
+        "files",
+        nargs="*",
         metavar="FILE",
-        help="the script or the settings that start the framework: would they load the adapter?",
+        help="the script and the settings that start the framework: would they load the adapter, "
+        "and would it take their flags?",
     )
     args = parser.parse_args(argv[:end])
-    if args.file and not args.framework:
+    if args.files and not args.framework:
         parser.error("FILE needs --framework NAME; flags of a launch script stand after --")
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first, and may have Megatron or modules.
@@ -80,7 +81,7 @@ def main(
     with contextlib.redirect_stdout(sys.stderr):
         checks = _checks(script_flags)
         if args.framework is not None:
-            checks[args.framework] = partial(_check_framework, args.framework, args.file, examine)
+            checks[args.framework] = partial(_check_framework, args.framework, args.files, examine)
             if frameworks[args.framework] and "launcher" not in checks:  # no Megatron here
                 text = f"not here; the adapter of {args.framework} works in a process without it"
                 checks["megatron-core"] = lambda: ("OK", text)
@@ -214,10 +215,10 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
 
 
 def _check_framework(
-    name: str, launch_file: str | None, examine: Callable[[str, str | None], Result]
+    name: str, files: Sequence[str], examine: Callable[[str, Sequence[str]], Result]
 ) -> Result:
     try:
-        return examine(name, launch_file)
+        return examine(name, files)
     except AggregationError:
         raise
     except Exception as error:  # whatever the framework's import raises

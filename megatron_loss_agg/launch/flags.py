@@ -254,15 +254,15 @@ def hook_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def aggregation_from_environment() -> LossAggregation | None:
-    """The aggregation that `VARIABLE` asks for; None without it.
+def aggregation_from_environment(text: str | None = None) -> LossAggregation | None:
+    """The aggregation that `VARIABLE` asks for; None without it. ``text``: as in `environment_flags`.
 
     For loops that apply `StepPlan.coefficients` themselves, where other flags have no effect.
 
     Raises:
         AggregationError: as in `aggregation_from`, or the variable holds something else.
     """
-    values = environment_flags()
+    values = environment_flags(text)
     allowed = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _AGGREGATION_OPTIONS)}
     if without_effect := sorted(values.keys() - allowed):
         raise OptionError(
@@ -286,9 +286,13 @@ def process_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return values or environment_values, others
 
 
-def environment_flags() -> dict[str, Any]:
-    """The flags in `VARIABLE`, by the parser's names; it may hold nothing else."""
-    words = shlex.split(os.environ.get(VARIABLE, ""))
+def environment_flags(text: str | None = None) -> dict[str, Any]:
+    """The flags in `VARIABLE`, by the parser's names; it may hold nothing else.
+
+    Args:
+        text: its value in another process; by default in this one.
+    """
+    words = shlex.split(os.environ.get(VARIABLE, "") if text is None else text)
     if quoted := [word for word in words if re.match(rf"{FLAG}[\w-]* ", word)]:
         raise OptionError(
             f"{VARIABLE} must hold flags that are not quoted as a whole, got {quoted[0]!r} as one "

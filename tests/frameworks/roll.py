@@ -253,6 +253,7 @@ RUNS: Runs = {
     "weights of difficulty": refused("token_mean", difficulty_loss_weight=True),
     "weights of lengths": refused("token_mean", length_loss_weight=True),
     "unscaled": refused("token_mean", worker_options={"apply_loss_scale": False}),
+    "a variant": refused("token_mean", worker_options={"pg_variant": "topr"}),
     "FSDP": refused("token_mean", worker_options={"strategy_name": "fsdp2_train"}),
     **ON_ONE_RANK,
 }

@@ -1,14 +1,21 @@
-"""The files that start a framework: `doctor` says whether they would load our adapter."""
+"""The files that start a framework: `doctor` says whether they would load our adapter, and how."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.frameworks.installation import FRAMEWORKS, names_variable
+from megatron_loss_agg.errors import HostError, OptionError
+from megatron_loss_agg.frameworks.installation import (
+    FRAMEWORKS,
+    Launch,
+    aggregations,
+    read_launch,
+    read_settings,
+)
 from megatron_loss_agg.launch.flags import VARIABLE
 from tests.frameworks.harness import ROOT, page
 
@@ -27,11 +34,11 @@ def settings(name: str) -> str:
     raise AssertionError(name)
 
 
-def loads(name: str, text: str, folder: Path) -> bool:
-    """True if the file loads the adapter and names the variable."""
-    file = folder / "start"
+def launch(name: str, text: str, folder: Path) -> Launch:
+    """What a file of the text says; ROLL's is of settings."""
+    file = folder / ("start.yaml" if name == "roll" else "start.sh")
     file.write_text(text)
-    return names_variable(FRAMEWORKS[name], str(file))
+    return read_launch(FRAMEWORKS[name], [str(file)])
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -39,15 +46,33 @@ def test_the_settings_of_a_page_load_the_adapter_and_misspelt_ones_do_not(
     name: str, tmp_path: Path
 ) -> None:
     text = settings(name) + CALLS.get(name, "")
-    assert loads(name, text, tmp_path)
-    for words in FRAMEWORKS[name].doors[0]:
-        setting = words.replace("=", " ").split()[0]
+    found = launch(name, text, tmp_path)
+    (door, batches), *_ = FRAMEWORKS[name].doors.items()
+    assert found.batches == batches
+    assert {agg.mode for agg in aggregations(found)} <= {"prompt_mean", "sample_mean"}
+    for words in door:
+        setting = re.split("[ =:]", words)[0].rpartition(".")[2]
         misspelt = text.replace(setting, f"x{setting}")
         with pytest.raises(OptionError, match=r"must load the adapter of .*, got .*Write"):
-            loads(name, misspelt, tmp_path)
-        commented = "".join(f"# {line}\n" for line in text.splitlines())
-        with pytest.raises(OptionError):
-            loads(name, commented, tmp_path)
+            launch(name, misspelt, tmp_path)
+    commented = "".join(f"# {line}\n" for line in text.splitlines())
+    with pytest.raises(OptionError, match="must load the adapter"):
+        launch(name, commented, tmp_path)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_flags_that_the_adapter_would_refuse_are_found_in_the_settings(
+    name: str, tmp_path: Path
+) -> None:
+    text = settings(name) + CALLS.get(name, "")
+    for flags, error in (
+        ("prompt_men", "unknown mode 'prompt_men'"),
+        ("dataset_mean", "must group tokens by .*, got dataset"),
+        ("token_mean --loss-aggregation-divisor 2", "divisor"),
+    ):
+        found = launch(name, re.sub(r"(sample|prompt)_mean", flags, text), tmp_path)
+        with pytest.raises(OptionError, match=error):
+            aggregations(found)
 
 
 OTHER_FORMS = {
@@ -75,16 +100,82 @@ OTHER_FORMS = {
 
 
 @pytest.mark.parametrize("name, text", [(x, y) for x, forms in OTHER_FORMS.items() for y in forms])
-def test_scripts_yaml_and_json_are_read(name: str, text: str, tmp_path: Path) -> None:
-    assert not loads(name, text, tmp_path)  # they do not name the variable
-    assert loads(name, f"{VARIABLE}=...\n{text}", tmp_path)
+def test_scripts_and_json_are_read(name: str, text: str, tmp_path: Path) -> None:
+    assert launch(name, text, tmp_path).flags == []
+
+
+@pytest.mark.parametrize(
+    "text, flags",
+    [
+        ("export FLAGS='--loss-aggregation sum'", ["--loss-aggregation sum"]),
+        ("FLAGS=--loss-aggregation=sum python x.py", ["--loss-aggregation=sum"]),
+        (r'RUNTIME="{\"FLAGS\": \"--loss-aggregation sum\"}"', ["--loss-aggregation sum"]),
+        ('os.environ["FLAGS"] = "--loss-aggregation sum"', ["--loss-aggregation sum"]),
+        ('os.environ.setdefault("FLAGS", "--loss-aggregation sum")', ["--loss-aggregation sum"]),
+        ('FLAGS="$MINE"', []),
+        ('FLAGS=""', []),
+        ('# FLAGS="--loss-aggregation sum"', []),
+    ],
+)
+def test_the_variable_is_read_where_scripts_set_it(
+    text: str, flags: list[str], tmp_path: Path
+) -> None:
+    door = f"--rollout-data-postprocess-path {OURS}.slime.postprocess\n"
+    assert launch("slime", door + text.replace("FLAGS", VARIABLE), tmp_path).flags == flags
+
+
+ROLL = f"""
+loss_agg_mode: seq-mean-token-sum
+actor_train:
+  worker_cls: {OURS}.roll.AggregatedRLVRWorker
+  system_envs: {{{VARIABLE}: "--loss-aggregation prompt_mean"}}
+  strategy_args: {{strategy_name: megatron_train}}
+"""
+
+
+def test_settings_that_stand_elsewhere_have_no_effect(tmp_path: Path) -> None:
+    assert launch("roll", ROLL, tmp_path).flags == ["--loss-aggregation prompt_mean"]
+    moved = ROLL.replace("actor_train:", "actor_infer:")
+    with pytest.raises(OptionError, match=r"another name than actor_train\.worker_cls"):
+        launch("roll", moved, tmp_path)
+    of_all = ROLL.replace("  system_envs", "system_envs").replace("  strategy_args", "x_args")
+    assert launch("roll", of_all, tmp_path).flags == ["--loss-aggregation prompt_mean"]
+    of_others = of_all.replace("system_envs:", "reference:\n  system_envs:")
+    assert launch("roll", of_others, tmp_path).flags == []
+
+
+@pytest.mark.parametrize(
+    "name, text, error",
+    [
+        ("roll", f"length_loss_weight: true{ROLL}", "length_loss_weight must be off"),
+        ("roll", f"{ROLL}  pg_variant: topr\n", "pg_variant must be unset"),
+        ("roll", ROLL.replace("megatron_train", "fsdp2_train"), "must be megatron_train"),
+        ("roll", f"{ROLL}  apply_loss_scale: ${{mine}}\n", None),
+        ("rlinf", "algorithm: {early_stop_imp_ratio: 5.0}", "early_stop_imp_ratio must be unset"),
+        ("rlinf", "algorithm: {early_stop_imp_ratio: null, entropy_bonus: 0.0}", None),
+        ("verl", "actor_rollout_ref: {actor: {loss_agg_mode: sum}}", "loss_agg_mode must be token"),
+        ("skyrl", "trainer: {algorithm: {loss_reduction: sum}}", "loss_reduction must be token"),
+        ("areal", "actor: {m2_threshold: 0.1}", "m2_threshold must be unset"),
+        ("areal", "actor:", None),
+    ],
+)
+def test_settings_that_the_adapter_would_refuse_are_found(
+    name: str, text: str, error: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    if error is None:
+        assert read_settings(FRAMEWORKS[name], file)
+        return
+    with pytest.raises(HostError, match=error):
+        read_settings(FRAMEWORKS[name], file)
 
 
 def test_another_function_of_ours_does_not_do(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="got no --rollout-data-postprocess-path"):
-        loads("slime", f"--rollout-data-postprocess-path {OURS}.slime.postprocess2", tmp_path)
+        launch("slime", f"--rollout-data-postprocess-path {OURS}.slime.postprocess2", tmp_path)
     with pytest.raises(OptionError, match="under another name than --rollout-data-postprocess-p"):
-        loads("slime", f"--rollout-postprocess-path {OURS}.slime.postprocess", tmp_path)
+        launch("slime", f"--rollout-postprocess-path {OURS}.slime.postprocess", tmp_path)
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

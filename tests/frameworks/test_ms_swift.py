@@ -328,6 +328,12 @@ def test_other_losses_are_refused_before_the_model_is_built(
     assert said.endswith("Unset MEGATRON_LOSS_AGG_FLAGS.")
 
 
+def test_modes_by_ids_are_refused_before_the_model_is_built() -> None:
+    said = train("sft", "--loss-aggregation prompt_mean", LAYOUTS["rows"], ranks=1)
+    assert said.startswith("OptionError: --loss-aggregation must group tokens by sample or microb")
+    assert "in ms-swift, got prompt" in said
+
+
 def test_the_settings_of_the_page_are_exact(tmp_path: Path) -> None:
     (settings,) = on_ranks("settings", 1)
     text, pins = page("ms-swift"), (ROOT / "ci/peers.txt").read_text().split()

@@ -6,6 +6,7 @@ of data loaders it does nothing.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 from typing import Any
@@ -19,9 +20,9 @@ from torch.utils.data import get_worker_info
 
 import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks the names that are replaced below
 from megatron_loss_agg import Microbatch
-from megatron_loss_agg.frameworks import print_inactive, same_on_all_ranks
+from megatron_loss_agg.frameworks import check_aggregation, print_inactive, same_on_all_ranks
 from megatron_loss_agg.frameworks.refusals import refused
-from megatron_loss_agg.launch.flags import VARIABLE
+from megatron_loss_agg.launch.flags import VARIABLE, aggregations_from, environment_flags
 from megatron_loss_agg.launch.install import hook_from_args, install
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
 
@@ -103,11 +104,13 @@ def prepare_model(trainer: Any) -> Any:
 
     Raises:
         HostError: the trainer's loss is no sum over tokens, nor a mean over pairs.
-        OptionError: some ranks aggregate, and others do not.
+        OptionError: some ranks aggregate, and others do not; or a mode by ids.
     """
     if not same_on_all_ranks(lambda: IS_SET):
         print_inactive("ms-swift")
         return stock_prepare_model(trainer)
+    for agg in aggregations_from(argparse.Namespace(**environment_flags())):
+        check_aggregation(agg, "ms-swift")
     args = trainer.args
     if args.rlhf_type == "dpo" and not args.rpo_alpha:
         _trainer_options["read_batch"], step = read_pairs, pair_step
