@@ -12,9 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_loss_agg.errors import HostError, OptionError
-from megatron_loss_agg.frameworks import required_release
+from megatron_loss_agg.frameworks import prompts_by_tokens, required_release
 from megatron_loss_agg.launch.flags import VARIABLE
 from tests.frameworks.harness import ROOT
 
@@ -150,3 +151,10 @@ def test_engines_of_areal(
         return
     with pytest.raises(error):
         adapter._aggregation(settings, has_prompts)
+
+
+def test_prompts_by_tokens_are_told_apart_by_the_tokens_of_the_prompt_alone() -> None:
+    tokens = torch.tensor([[0, 5, 6, 7], [5, 6, 8, 9], [0, 5, 7, 7]])
+    is_prompt = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 1, 0]]) != 0
+    padded, same, other = prompts_by_tokens(tokens, is_prompt)
+    assert padded == same != other
