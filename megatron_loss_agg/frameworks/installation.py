@@ -161,7 +161,7 @@ def examined(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
     if files:
         state += f"; {' and '.join(files)} load{'s' * (len(files) == 1)} the adapter"
         if not asked:
-            return "WARN", f"{state}, but {VARIABLE} has flags neither there nor here. Set it."
+            return "WARN", f"{state}, but {VARIABLE} is set neither there nor here. Set it."
         return level, f"{state}; {VARIABLE} asks for {words}"
     here = f"asks for {words}" if asked else "is not set"
     return level, (
@@ -239,11 +239,15 @@ def read_settings(framework: Framework, path: Path) -> list[tuple[str, Any]]:
     """Names and values of a YAML file, as ``actor_train.worker_cls``; each value of a list alone.
 
     Raises:
+        OptionError: it is not YAML.
         HostError: a setting under which the adapter is not exact.
     """
     import yaml  # type: ignore[import-untyped]  # installed with each framework that has such files
 
-    config = yaml.safe_load(path.read_text())
+    try:
+        config = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise OptionError(f"{path} must be YAML, got {error}. Correct it.") from error
     values = [*_flat(config)]
     # Others are defaults, or filled in from elsewhere.
     set_here = {key for key, value in values if "${" not in str(value)}

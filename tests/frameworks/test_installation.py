@@ -138,6 +138,9 @@ def test_settings_that_stand_elsewhere_have_no_effect(tmp_path: Path) -> None:
     moved = ROLL.replace("actor_train:", "actor_infer:")
     with pytest.raises(OptionError, match=r"another name than actor_train\.worker_cls"):
         launch("roll", moved, tmp_path)
+    below = ROLL.replace("loss_agg_mode", "actor_infer:\n  loss_agg_mode")
+    with pytest.raises(OptionError, match="got no loss_agg_mode"):
+        launch("roll", below, tmp_path)
     of_all = ROLL.replace("  system_envs", "system_envs").replace("  strategy_args", "x_args")
     assert launch("roll", of_all, tmp_path).flags == ["--loss-aggregation prompt_mean"]
     of_others = of_all.replace("system_envs:", "reference:\n  system_envs:")
@@ -169,6 +172,26 @@ def test_settings_that_the_adapter_would_refuse_are_found(
         return
     with pytest.raises(HostError, match=error):
         read_settings(FRAMEWORKS[name], file)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "start.yaml"
+    with pytest.raises(
+        OptionError, match="FILE must be the script or the settings that start ROLL"
+    ):
+        read_launch(FRAMEWORKS["roll"], [str(file)])
+    file.write_text("actor_train: {")
+    with pytest.raises(OptionError, match=r"start\.yaml must be YAML, got"):
+        read_launch(FRAMEWORKS["roll"], [str(file)])
+
+
+def test_a_script_and_its_settings_are_read_together(tmp_path: Path) -> None:
+    script, config = tmp_path / "main_grpo.py", tmp_path / "config.yaml"
+    script.write_text(f"from {OURS}.rlinf import MegatronActor\nactor_worker_cls = MegatronActor\n")
+    config.write_text(
+        f"cluster:\n  node_groups:\n    - env_configs: [env_vars: [{VARIABLE}: --x]]\n"
+    )
+    assert read_launch(FRAMEWORKS["rlinf"], [str(script), str(config)]).flags == ["--x"]
 
 
 def test_another_function_of_ours_does_not_do(tmp_path: Path) -> None:
