@@ -125,6 +125,18 @@ def test_training_and_evaluation_are_exact_where_bridge_computes_another_mean(ca
     assert found == pytest.approx(STOCK_ERRORS[case], rel=1e-3, abs=1e-6)
 
 
+def test_the_function_of_the_page_reads_packs_of_bridge_before_0_6() -> None:
+    names: dict[str, Any] = {}
+    (code,) = re.findall(r"^```python\n(.*?)^```", page("megatron-bridge"), re.M | re.S)
+    exec(code, names)
+    offsets = torch.tensor([[0, 3, 5, 8, 8, -1]])  # Bridge adds the pack's end, and -1
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0, 0, 0]])
+    batch = {"cu_seqlens": offsets, "cu_seqlens_argmin": offsets.argmin(1, keepdim=True)}
+    for token_count, expected in (5, [0, 3, 5]), (8, [0, 3, 5, 8]):
+        samples = names["read"]({"loss_mask": mask, "token_count": [token_count], **batch})
+        assert samples.loss_mask is mask and samples.cu_seqlens.tolist() == expected
+
+
 def test_the_command_of_the_page_is_exact(tmp_path: Path) -> None:
     (command,) = re.findall(r"^```bash\n(PYTHONPATH.*?)^```", page("megatron-bridge"), re.M | re.S)
     command = f"{command.strip()} --results {tmp_path}"
