@@ -76,7 +76,7 @@ compare() {
     fi
 }
 
-# The Megatron-Core that a commit of a framework ships, by its own files.
+# The Megatron-Core that a commit of a framework ships, and the Megatron-Bridge, by its own files.
 shipped() {
     local name=$1
     file() { git -C "$clone" show "$commit:$1" 2>/dev/null; }
@@ -84,8 +84,8 @@ shipped() {
     slime) file docker/Dockerfile | sed -n 's/^ARG MEGATRON_COMMIT=/commit /p' ;;
     miles) file docker/Dockerfile | sed -n 's/^ARG MEGATRON_\(REPO\|BRANCH\)=//p' ;;
     nemo-rl) git -C "$clone" ls-tree -r "$commit" 3rdparty | sed -n 's/.*commit \([0-9a-f]*\).*Megatron-Bridge$/that of Megatron-Bridge \1/p' ;;
-    areal) file pyproject.toml | grep -o -m 1 'megatron-core==[0-9.]*' ;;
-    rlinf) file requirements/install.sh | grep -o 'core_r0[.0-9]*' | sort -ru ;;
+    areal) file pyproject.toml | grep -oE 'megatron-(core|bridge)==[0-9.]+' | sort -ru ;;
+    rlinf) file requirements/install.sh | grep -oE '(core_r|rlinf-megatron-bridge==)0[.0-9]*' | sort -ru ;;
     roll) file mcore_adapter/requirements.txt | grep -m 1 '^megatron-core' ;;
     megatron-bridge) file pyproject.toml | grep -o -m 1 'megatron-core[^"]*' ;;
     esac | paste -sd ' '
