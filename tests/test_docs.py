@@ -42,6 +42,10 @@ CLAIMS = {
     "docs/context_parallel.md": "local.tolist() == [0, 1, 6, 7, 8, 11]",
     "docs/custom_loop.md": "'squared loss' in reports[0]",
     "docs/flags.md": "read((0, 0, 0, mask)).loss_mask.shape == (2, 2)",
+    "docs/frameworks.md": "read({'loss_mask': mask[:1],"
+    " 'cu_seqlens': mask.new_tensor([[0, 1, 2, 3, -1]]),"
+    " 'cu_seqlens_argmin': mask.new_tensor([4]), 'token_count': mask.new_tensor([2])})"
+    ".cu_seqlens.tolist() == [0, 1, 2]",
     "docs/losses.md": "(lambda hidden, loss: loss(hidden)[1] == loss.loss_mask.sum())"
     "(*forward_step(batches, model, without_head(model.module)))"
     " and distillation_loss(logits, logits, labels, mask)[1].loss_mask is mask",

@@ -373,7 +373,7 @@ def opposite(samples: Any) -> Tensor:
     return signs / (3 * samples.mask_sum.clamp(min=1))
 
 
-CANCELLING = partial(two_rows, "custom", {"function": opposite})
+OPPOSITE = partial(two_rows, "custom", {"function": opposite})
 
 
 EVALUATING = {"hook": {"aggregate_evaluation": True}}
@@ -392,8 +392,8 @@ MASKS = {
     "a mask changed later, of weights that cancel": changed(
         lambda mask: mask / 2,
         CHANGED.replace("part ...", "part ... its mask sum must be ..."),
-        case=CANCELLING,
-        after=CANCELLING(),
+        case=OPPOSITE,
+        after=OPPOSITE(),
     ),
     "a mask of NaN later": changed(of_first_token(torch.nan), **LATER),
 }
