@@ -85,9 +85,8 @@ class GatheredAttention(DotProductAttention):
             real, offsets = packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded
             offsets = real if offsets is None else offsets
             real, offsets = real.cpu(), offsets.cpu()
-            if (
-                query.dim() == 3
-            ):  # packed; hybrid context parallelism has rows beside such parameters
+            # Packs have no batch dimension; hybrid context parallelism has rows with offsets.
+            if query.dim() == 3:
                 query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
             attention_mask = None
         layout = CPLayout.thd(offsets, size, rank)
