@@ -1,7 +1,7 @@
 """The version matrix: the exactness tests on the older releases of Megatron-Core.
 
 bash ci/matrix.sh                     all of them
-bash ci/matrix.sh -- 0.16.1 0.17.1    these
+bash ci/matrix.sh -- 0.16.1 0.17.1    these, but for the tests marked extended
 
 The newest release is that of ci/constraints.txt, on which ci/test.sh --all runs every test.
 """
@@ -107,6 +107,7 @@ def test_on(session: nox.Session, host: Host) -> None:
     session.run(
         *("python", "-m", "pytest", "--timeout", "600", "-q", "-W", "ignore"),
         *("-n", "logical", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"),
+        *(("-m", "not extended") if session.posargs else ()),
         f"--junitxml={REPORTS / host.version}.xml",
         *TESTS,
         env={"OMP_NUM_THREADS": "1"},

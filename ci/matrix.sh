@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash ci/matrix.sh                 the exactness tests on every older release of Megatron-Core; then
 #                                   writes docs/verification/index.md, with what ci/test.sh --all found
-# bash ci/matrix.sh -- 0.16.1 ...   on these releases
+# bash ci/matrix.sh -- 0.16.1 ...   on these releases, but for the tests marked extended
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash ci/test.sh             sets up, checks style and types, runs the tests
 # bash ci/test.sh --all       the same, and the tests that few changes break: those that run a
-#                             framework's own code, all combinations of a gradient, benchmarks
+#                             framework's own code, further parallelisms, benchmarks
 # bash ci/test.sh --quick     sets up, checks style, runs in a minute what a change of the modes, the
 #                             count, the step or a page breaks most often: one process and two ranks
 # bash ci/test.sh ARGUMENTS   sets up, runs pytest with these arguments

@@ -17,8 +17,8 @@ HEAD = """\
 Written by `bash ci/matrix.sh` from the reports of the tests, not by hand. Every number is measured
 through Megatron, the real Megatron-Core of that release, on a CPU: its schedule, DDP and gradient
 finalization over gloo ranks (DP 1 and 2, CP 1 and 2), in both layouts, with one and three
-microbatches of unequal size, with and without `--calculate-per-token-loss`, in every mode: on the
-newest release all combinations, on the others those in which every three of these have all.
+microbatches of unequal size, with and without `--calculate-per-token-loss`, in every mode: in
+combinations in which every three of these have all of theirs.
 
 Numbers are of comparisons and tests that hold: all of them, unless one is written as 15/16. Other
 pages have the [sweep of Megatron's flags](sweep.md), the [frameworks](frameworks.md), and the

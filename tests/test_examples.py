@@ -86,6 +86,7 @@ def test_stock_megatrons_gradient_of_short_chats_is_as_explain_says(
 LAYOUT = re.compile(r'^    "(.+): (\d) (.+)"$', re.MULTILINE)
 
 
+@pytest.mark.extended
 def test_layouts_part_in_stock_megatron_and_agree_with_the_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

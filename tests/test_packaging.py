@@ -121,6 +121,7 @@ def test_links_of_the_description_lead_to_the_release_once_the_sources_have_an_a
     assert pictures and all(x.startswith(of_release.replace("blob", "raw")) for x in pictures)
 
 
+@pytest.mark.extended
 def test_the_wheel_works_beside_an_existing_torch_and_megatron(wheel: Path, tmp_path: Path) -> None:
     (new_environment(tmp_path) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip("install", "--no-deps", wheel, python=tmp_path / "bin/python")

@@ -238,6 +238,7 @@ CONTRASTS = """() => {
 }"""
 
 
+@pytest.mark.extended  # only colours of the site change it
 def test_links_and_code_are_legible_in_both_schemes(page: Page, address: str) -> None:
     page.set_viewport_size({"width": 1440, "height": 900})
     for scheme in ("light", "dark"):

@@ -10,9 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,19 +53,13 @@ AXES: list[Sequence[Any]] = [
     *([(1, 1), (2, 1), (1, 2), (2, 2)], LOSSES, (torch.float64, torch.float32)),
     *(("thd", "bshd"), (1, 3), (False, True)),
 ]
-# Combinations in which every three values have all of theirs; on the newest release, with
-# `ci/test.sh --all`, all combinations.
-FEW = covering(3, *AXES)
-PINS = Path(__file__).parents[2] / "ci" / "constraints.txt"
-IS_NEWEST = f"megatron-core=={version('megatron-core')}" in PINS.read_text().splitlines()
 CASES: dict[tuple[int, int], dict[str, Case]] = {}
-ROWS = []
-for row in product(*AXES) if IS_NEWEST else FEW:
-    (dp, cp), loss, dtype, layout, number, per_token = row
+# Combinations in which every three values have all of theirs.
+for (dp, cp), loss, dtype, layout, number, per_token in covering(3, *AXES):
     way = {"dtype": dtype, "layout": layout, "per_token": per_token}
     case = dataclasses.replace(loss, places=deal(dp, number), **way)
     CASES.setdefault((dp, cp), {})[case.name] = case
-    ROWS.append(pytest.param(dp, cp, case.name, marks=() if row in FEW else pytest.mark.extended))
+ROWS = [(*ranks, name) for ranks, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,14 @@ def at_the_end(topology: Topology, **more: Any) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2-sp", "pp2-cp2", "vpp2-dp2-distributed-overlap"])
+def extended(*row: Any) -> Any:
+    return pytest.param(*row, marks=pytest.mark.extended)
+
+
+AT_THE_END = ["dp2", "pp2-cp2", extended("tp2-sp"), extended("vpp2-dp2-distributed-overlap")]
+
+
+@pytest.mark.parametrize("name", AT_THE_END)
 def test_a_call_that_is_counted_as_it_trains_is_exact(name: str) -> None:
     assert_exact(TOPOLOGIES[name], at_the_end(TOPOLOGIES[name]))
 
@@ -180,7 +187,18 @@ def by_microbatch(hook: Any, model: Any, step: Any) -> list[Any]:
         return step(1) + step(number - 1, zero_grad=False)
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "tp2-sp", "pp2-dp2-distributed-overlap"])
-@pytest.mark.parametrize("in_stream", [True, False])
+DECIDED = [
+    ("dp2", False),
+    ("cp2", True),
+    ("pp2-dp2-distributed-overlap", False),
+    extended("dp2", True),
+    extended("cp2", False),
+    extended("pp2-dp2-distributed-overlap", True),
+    extended("tp2-sp", True),
+    extended("tp2-sp", False),
+]
+
+
+@pytest.mark.parametrize("name, in_stream", DECIDED)
 def test_masks_that_the_loss_decides_are_exact(name: str, in_stream: bool) -> None:
     assert_exact(TOPOLOGIES[name], deciding(TOPOLOGIES[name], in_stream), by_the_decided_masks)
