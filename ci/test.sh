@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile what they import
 
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
