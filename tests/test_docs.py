@@ -59,6 +59,7 @@ CLAIMS = {
 # Commands that no test here can run, by how they begin: who runs them, or why nobody does.
 ELSEWHERE = {
     "bash ci/": "continuous integration itself",
+    'source "$(dirname "$(bash ci/python.sh': "as above",
     ".venv/bin/python -m tests.mutants": "takes hours; tests/test_tools.py reads its list",
     "bash examples/quickstart.sh": "its commands run in tests/test_examples.py",
     "bash examples/short_chats.sh": "as above",
