@@ -6,6 +6,7 @@ import argparse
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,19 +17,18 @@ from megatron_loss_agg.microbatch import Microbatch
 if TYPE_CHECKING:
     from megatron_loss_agg.launch.effect import FlagUse
 
-COMMANDS = """\
+_EXPLAIN = "show how modes and stock Megatron weight samples"
+_OTHER_COMMANDS = f"""\
 other commands:
   python -m megatron_loss_agg doctor [-h] ...     check whether the plugin works here
-  python -m megatron_loss_agg explain [-h] ...    show how each mode weights the samples of a step
+  python -m megatron_loss_agg explain [-h] ...    {_EXPLAIN}
   python -m megatron_loss_agg --version
 """
-
-
-WITHOUT_ARGUMENTS = """\
+_WITHOUT_ARGUMENTS = f"""\
 megatron_loss_agg: exact loss aggregation for Megatron-Core, over the whole optimizer step
   torchrun ... -m megatron_loss_agg SCRIPT ... --loss-aggregation MODE   train (--help: all flags)
   python -m megatron_loss_agg doctor    check whether the plugin works here
-  python -m megatron_loss_agg explain   show how each mode, or stock Megatron, weighs samples
+  python -m megatron_loss_agg explain   {_EXPLAIN}
 docs: README.md and docs/start.md of its repository
 """
 _LAUNCHER = Path(__file__).parent / "launch"
@@ -43,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if args[:1] == ["doctor"]:
-            from megatron_loss_agg.frameworks.installation import FRAMEWORKS, examined
+            from megatron_loss_agg.frameworks.installation import FRAMEWORKS, examine_framework
             from megatron_loss_agg.launch import doctor
 
             in_drivers = {name: framework.in_driver for name, framework in FRAMEWORKS.items()}
-            return doctor.main(args[1:], examined, in_drivers)
+            return doctor.main(args[1:], examine_framework, in_drivers)
         if args[:1] == ["explain"]:
             from megatron_loss_agg import explain
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         cpu = args[:1] == ["--cpu"]
         command = args[1:] if cpu else args
         if not command:
-            print(WITHOUT_ARGUMENTS, end="")
+            print(_WITHOUT_ARGUMENTS, end="")
             return 2
         if command[0] in ("-h", "--help"):
             print(_help(), end="")
@@ -116,7 +116,7 @@ def _run_script(script: str, use: FlagUse) -> int:
     torchrun.initialize()
 
     def show_frames_of_script(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-        trace = _frames_of(script, trace)
+        trace = _script_frames(trace, script)
         show(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = show_frames_of_script
@@ -126,30 +126,35 @@ def _run_script(script: str, use: FlagUse) -> int:
         if end.code:
             raise
     except Exception as error:
-        error.__traceback__ = _frames_of(script, error.__traceback__)
+        error.__traceback__ = _script_frames(error.__traceback__, script)
         torchrun.record_exception(error)  # so that torchrun names the root cause
         raise
     error_at_exit = use.error_at_exit()
     return 0 if error_at_exit is None else refuse(error_at_exit)
 
 
-def _frames_of(script: str, trace: TracebackType | None) -> TracebackType | None:
+def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
     """``trace`` from the first frame of ``script`` on, without those of the launcher.
 
     The last frame stays in any case, since it raised the error.
     """
-    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+    frames = []
+    while trace is not None:
+        frames.append(trace)
         trace = trace.tb_next
-    entry = trace
-    while entry is not None:
-        while (
-            (following := entry.tb_next) is not None
-            and following.tb_next is not None
-            and Path(following.tb_frame.f_code.co_filename).parent == _LAUNCHER
-        ):
-            entry.tb_next = following.tb_next
-        entry = entry.tb_next
-    return trace
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    if script not in files:
+        return None
+    first = files.index(script)
+    callers = [
+        frame
+        for frame, file in zip(frames[first:-1], files[first:-1], strict=True)
+        if Path(file).parent != _LAUNCHER
+    ]
+    shown = [*callers, frames[-1]]
+    for frame, following in pairwise(shown):
+        frame.tb_next = following
+    return shown[0]
 
 
 def _read_data(flags: Sequence[str], number: int) -> Iterator[Microbatch]:
@@ -166,7 +171,7 @@ def _help() -> str:
         prog="torchrun ... -m megatron_loss_agg [--cpu] SCRIPT [script flags]",
         description="Run a Megatron training script with exact loss aggregation; "
         "with --cpu, without a GPU.",
-        epilog=COMMANDS,
+        epilog=_OTHER_COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )

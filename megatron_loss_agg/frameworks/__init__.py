@@ -64,19 +64,19 @@ def required_release(framework: str, package: str, oldest: str) -> Iterator[None
 
 
 def read_aggregation(
-    framework: str, batches: str | None = None, on_all_ranks: bool = False
+    framework: str, batch_kind: str | None = None, on_all_ranks: bool = False
 ) -> LossAggregation | None:
     """The aggregation in the environment, checked; or None, which is printed once.
 
     Args:
-        batches: as in `check_aggregation`; by default those of the framework's name.
+        batch_kind: as in `check_aggregation`; by default the framework's name.
         on_all_ranks: all ranks that train call, so they compare whether they aggregate.
     """
 
     def read() -> LossAggregation | None:
         agg = aggregation_from_environment()
         if agg is not None:
-            check_aggregation(agg, batches or framework)
+            check_aggregation(agg, batch_kind or framework)
         return agg
 
     agg = same_on_all_ranks(read) if on_all_ranks else read()
@@ -96,26 +96,30 @@ def same_on_all_ranks(read: Callable[[], _T]) -> _T:
     """
     results: list[_T] = []
 
-    def aggregates() -> bool:
+    def is_aggregating() -> bool:
         results.append(read())
         return bool(results[0])
 
-    ranks = gather_objects(aggregates, dist.group.WORLD, f"reading {VARIABLE}")
+    ranks = gather_objects(is_aggregating, dist.group.WORLD, f"reading {VARIABLE}")
     if len({*ranks}) > 1:
-        without = [rank for rank, aggregates in enumerate(ranks) if not aggregates]
+        without = [rank for rank, is_on in enumerate(ranks) if not is_on]
         got = f"none on rank(s) {without} of {len(ranks)}"
         raise refused("ranks", got)
     return results[0]
 
 
-def check_aggregation(agg: LossAggregation, batches: str) -> None:
-    """Raise OptionError if the aggregation needs more than a row of `BATCHES` has."""
-    units, has_weights = BATCHES[batches]
-    if missing := agg.units - {"all", "sample", *units}:
-        possible = " or ".join(["sample", *sorted(units)])
+def check_aggregation(agg: LossAggregation, batch_kind: str) -> None:
+    """Raise OptionError if the aggregation needs more than a row of `BATCHES` has.
+
+    Args:
+        batch_kind: a key of `BATCHES`.
+    """
+    batches = BATCHES[batch_kind]
+    if missing := agg.units - {"all", "sample", *batches.units}:
+        possible = " or ".join(["sample", *sorted(batches.units)])
         got = f"{', '.join(sorted(missing))} ({agg.label})"
-        raise refused("units", got, units=possible, batches=batches)
-    if agg.sample_weights and not has_weights:
+        raise refused("units", got, units=possible, batches=batch_kind)
+    if agg.sample_weights and not batches.has_weights:
         raise refused("weights", agg.sample_weights)
 
 

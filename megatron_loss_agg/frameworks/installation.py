@@ -17,7 +17,7 @@ from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.describe import aggregation_in_words
 from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.frameworks import check_aggregation
-from megatron_loss_agg.frameworks.refusals import SETTINGS, check_settings
+from megatron_loss_agg.frameworks.refusals import BATCHES, SETTINGS, check_settings, value_at
 from megatron_loss_agg.launch.flags import (
     VARIABLE,
     aggregation_from_environment,
@@ -37,10 +37,10 @@ class Framework(NamedTuple):
     """Its name on the package index."""
     tried: tuple[str, ...]
     """Releases, or commits of a clone, on which the adapter was run."""
-    doors: dict[tuple[str, ...], str]
-    """Ways to load the adapter: the settings or lines that each takes, and its row of `BATCHES`."""
+    entry_points: dict[tuple[str, ...], str]
+    """Ways to load the adapter: settings or lines that must all be there -> a key of `BATCHES`."""
     settings: tuple[tuple[str, str], ...] = ()
-    """Sections of its configuration, with dots between nested names, and their rows of `SETTINGS`."""
+    """Sections of its configuration, with dots between nested names, and their keys in `SETTINGS`."""
     variables: str = ".*"
     """A pattern of the sections whose variables reach the processes that load the adapter."""
     in_driver: bool = False
@@ -49,30 +49,47 @@ class Framework(NamedTuple):
 
 FRAMEWORKS = {
     "verl": Framework(
-        *("verl", "verl", "verl", ("0.9.1", "0.9.0")),
-        {(f"VERL_USE_EXTERNAL_MODULES={_OURS}.verl",): "verl"},
+        title="verl",
+        package="verl",
+        distribution="verl",
+        tried=("0.9.1", "0.9.0"),
+        entry_points={(f"VERL_USE_EXTERNAL_MODULES={_OURS}.verl",): "verl"},
         settings=(("actor_rollout_ref.actor", "verl"),),
         variables=r".*\benv_vars",
     ),
     "slime": Framework(
-        *("slime", "slime", "slime", ("624b824", "7405851")),
-        {(f"--rollout-data-postprocess-path {_OURS}.slime.postprocess",): "slime"},
+        title="slime",
+        package="slime",
+        distribution="slime",
+        tried=("624b824", "7405851"),
+        entry_points={(f"--rollout-data-postprocess-path {_OURS}.slime.postprocess",): "slime"},
     ),
     "miles": Framework(
-        *("miles", "miles", "miles", ("31f1ca9",)),
-        {
+        title="miles",
+        package="miles",
+        distribution="miles",
+        tried=("31f1ca9",),
+        entry_points={
             (f"--custom-convert-samples-to-train-data-path {_OURS}.miles.convert",): "miles",
             (f"--rollout-data-postprocess-path {_OURS}.miles.postprocess",): "miles with its patch",
         },
     ),
     "nemo_rl": Framework(
-        *("NeMo-RL", "nemo_rl", "nemo-rl", ("7ea279a",)),
-        {(f"from {_OURS}.nemo_rl import aggregate_losses", "aggregate_losses("): "NeMo-RL"},
+        title="NeMo-RL",
+        package="nemo_rl",
+        distribution="nemo-rl",
+        tried=("7ea279a",),
+        entry_points={
+            (f"from {_OURS}.nemo_rl import aggregate_losses", "aggregate_losses("): "NeMo-RL",
+        },
         in_driver=True,
     ),
     "areal": Framework(
-        *("AReaL", "areal", "areal", ("cbff54d", "2.0.0", "1.0.4")),
-        {
+        title="AReaL",
+        package="areal",
+        distribution="areal",
+        tried=("cbff54d", "2.0.0", "1.0.4"),
+        entry_points={
             (f"from {_OURS}.areal import PPOTrainer",): "AReaL",
             (f"from {_OURS}.areal import SFTTrainer",): "AReaL's SFT",
         },
@@ -80,8 +97,11 @@ FRAMEWORKS = {
         variables=r"(actor|critic)\.scheduling_spec\.env_vars",
     ),
     "rlinf": Framework(
-        *("RLinf", "rlinf", "rlinf", ("a3816b5",)),
-        {
+        title="RLinf",
+        package="rlinf",
+        distribution="rlinf",
+        tried=("a3816b5",),
+        entry_points={
             (f"from {_OURS}.rlinf import MegatronActor", "actor_worker_cls=MegatronActor"): "RLinf",
             (f"from {_OURS}.rlinf import MegatronActor", "MegatronActor.create_group("): "RLinf",
         },
@@ -89,8 +109,11 @@ FRAMEWORKS = {
         variables=r"cluster\..*\benv_vars",
     ),
     "roll": Framework(
-        *("ROLL", "roll", "roll", ("8eb27cc",)),
-        {
+        title="ROLL",
+        package="roll",
+        distribution="roll",
+        tried=("8eb27cc",),
+        entry_points={
             (
                 f"actor_train.worker_cls: {_OURS}.roll.Aggregated{pipeline}Worker",
                 "loss_agg_mode: seq-mean-token-sum",
@@ -98,14 +121,18 @@ FRAMEWORKS = {
             for pipeline, name in (("RLVR", "RLVR"), ("Agentic", "agentic"))
         },
         settings=(
-            *(("", "roll"), ("actor_train", "roll, worker")),
+            ("", "roll"),
+            ("actor_train", "roll, worker"),
             ("actor_train.strategy_args", "roll, strategy"),
         ),
         variables=r"(actor_train\.)?system_envs",
     ),
     "skyrl": Framework(
-        *("SkyRL", "skyrl", "skyrl", ("0.4.0",)),
-        {
+        title="SkyRL",
+        package="skyrl",
+        distribution="skyrl",
+        tried=("0.4.0",),
+        entry_points={
             (f"trainer.override_entrypoint={_OURS}.skyrl",): "SkyRL",
             (f"from {_OURS}.skyrl import ExactLoss", "(ExactLoss"): "SkyRL",
             (f"from {_OURS}.skyrl import ExactAsyncTrainer", "ExactAsyncTrainer("): "SkyRL",
@@ -114,8 +141,11 @@ FRAMEWORKS = {
         in_driver=True,
     ),
     "ms_swift": Framework(
-        *("ms-swift", "swift", "ms-swift", ("4.6.0",)),
-        {("external_plugins", "ms_swift/plugin.py"): "ms-swift"},
+        title="ms-swift",
+        package="swift",
+        distribution="ms-swift",
+        tried=("4.6.0",),
+        entry_points={("external_plugins", "ms_swift/plugin.py"): "ms-swift"},
     ),
 }
 """All frameworks by the names of their adapters."""
@@ -124,13 +154,13 @@ FRAMEWORKS = {
 class Launch(NamedTuple):
     """What the files that start a framework say to the adapter."""
 
-    batches: str
-    """A row of `BATCHES`."""
+    batch_kind: str
+    """A key of `BATCHES`."""
     flags: list[str]
-    """The variable's values; not those that a shell or another file fills in."""
+    """The variable's values; not those that a shell, a program or another file fills in."""
 
 
-def examined(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
+def examine_framework(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
     """OK, or WARN for a version that was not tried; and a text with the lines to set.
 
     Args:
@@ -147,23 +177,24 @@ def examined(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
             f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
             "Give the Python that trains."
         )
-    launch = Launch(next(iter(framework.doors.values())), [])
+    launch = Launch(next(iter(framework.entry_points.values())), [])
     if files:
         launch = read_launch(framework, files)
-    asked = aggregations(launch)
+    aggregations = read_aggregations(launch)
     settings = importlib.import_module(f"{_OURS}.{name}").SETTINGS
     version = _version(framework)
     level, state = "OK", f"{version}, tried"
     if version not in framework.tried:
         level, state = "WARN", f"{version}, not tried: expects {' or '.join(framework.tried)}"
     state += "; has the names that the adapter uses"
-    words = ", ".join(dict.fromkeys(map(aggregation_in_words, asked)))
+    words = ", ".join(dict.fromkeys(map(aggregation_in_words, aggregations)))
     if files:
         state += f"; {' and '.join(files)} load{'s' * (len(files) == 1)} the adapter"
-        if not asked:
-            return "WARN", f"{state}, but {VARIABLE} is set neither there nor here. Set it."
+        if not aggregations:
+            state += f", but {VARIABLE} has no value that can be read there, and none here"
+            return "WARN", f"{state}. Set it."
         return level, f"{state}; {VARIABLE} asks for {words}"
-    here = f"asks for {words}" if asked else "is not set"
+    here = f"asks for {words}" if aggregations else "is not set"
     return level, (
         f"{state}; {VARIABLE} {here} here. Set, with the mode that you want,\n{settings}"
     )
@@ -185,23 +216,21 @@ def _version(framework: Framework) -> str:
         return "a version without a number"
 
 
-def aggregations(launch: Launch) -> list[LossAggregation]:
+def read_aggregations(launch: Launch) -> list[LossAggregation]:
     """The aggregations that the adapter would read: from the files, or else from the environment.
 
     Raises:
         OptionError: the adapter would refuse the flags.
     """
-    # ms-swift's loop has a hook, which takes all flags.
-    has_hook = launch.batches == "ms-swift"
-    found = []
+    aggregations = []
     for text in launch.flags or [os.environ.get(VARIABLE, "")]:
-        if has_hook:
-            found += aggregations_from(argparse.Namespace(**environment_flags(text)))
+        if BATCHES[launch.batch_kind].has_hook:
+            aggregations += aggregations_from(argparse.Namespace(**environment_flags(text)))
         elif (agg := aggregation_from_environment(text)) is not None:
-            found.append(agg)
-    for agg in found:
-        check_aggregation(agg, launch.batches)
-    return found
+            aggregations.append(agg)
+    for agg in aggregations:
+        check_aggregation(agg, launch.batch_kind)
+    return aggregations
 
 
 def read_launch(framework: Framework, files: Sequence[str]) -> Launch:
@@ -212,7 +241,7 @@ def read_launch(framework: Framework, files: Sequence[str]) -> Launch:
             or imports another class, and its own mean is trained.
         HostError: a setting under which the adapter is not exact.
     """
-    text, flags = "", []
+    texts, flags = [], []
     for name in files:
         path = Path(name)
         if not path.is_file():
@@ -222,17 +251,17 @@ def read_launch(framework: Framework, files: Sequence[str]) -> Launch:
             )
         if path.suffix in (".yaml", ".yml"):
             values = read_settings(framework, path)
-            text += "".join(f"{key}: {value}\n" for key, value in values)
+            texts += [f"{key}: {value}" for key, value in values]
             for key, value in values:
                 section, _, variable = key.rpartition(".")
                 if variable == VARIABLE and re.fullmatch(framework.variables, section):
-                    flags.append(str(value))
+                    flags.append(str(value or ""))
         else:
             code = re.sub(r"(^|\s)#.*", r"\1", path.read_text(errors="replace"))
-            text += code
+            texts.append(code)
             flags += [match["quoted"] or match["word"] for match in _FLAGS.finditer(code)]
-    batches = opened_door(framework, " and ".join(files), text)
-    return Launch(batches, [x for x in flags if x and "$" not in x])
+    batch_kind = entry_point_in(framework, " and ".join(files), "\n".join(texts))
+    return Launch(batch_kind, [x for x in flags if x and not _FILLED_IN.search(x)])
 
 
 def read_settings(framework: Framework, path: Path) -> list[tuple[str, Any]]:
@@ -252,11 +281,9 @@ def read_settings(framework: Framework, path: Path) -> list[tuple[str, Any]]:
     # Others are defaults, or filled in from elsewhere.
     set_here = {key for key, value in values if "${" not in str(value)}
     for section, row in framework.settings:
-        part = config
-        for key in filter(None, section.split(".")):
-            part = (part or {}).get(key)
         prefix = section and f"{section}."
-        check_settings(part, *(x for x in SETTINGS[row] if prefix + x.name in set_here))
+        settings = (x for x in SETTINGS[row] if prefix + x.name in set_here)
+        check_settings(value_at(config, section), *settings)
     return values
 
 
@@ -271,17 +298,17 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def opened_door(framework: Framework, files: str, text: str) -> str:
-    """The row of `BATCHES` of the first door that the text opens.
+def entry_point_in(framework: Framework, files: str, text: str) -> str:
+    """The key of `BATCHES` of the first entry point that is whole in the text.
 
     Raises:
-        OptionError: it opens none.
+        OptionError: none is.
     """
     missing = {}
-    for words, batches in framework.doors.items():
+    for words, batch_kind in framework.entry_points.items():
         missing[words] = [x for x in words if not re.search(_pattern(x), text)]
         if not missing[words]:
-            return batches
+            return batch_kind
     needed = min(missing.values(), key=len)[0]
     setting, _, value = re.sub(": |=", " ", needed).partition(" ")
     got = f"no {needed}"
@@ -293,10 +320,16 @@ def opened_door(framework: Framework, files: str, text: str) -> str:
 
 
 _FLAGS = re.compile(
-    rf"""(?<!\w){VARIABLE}\\*["']?\]?\s*[:=,]\s*"""
-    r"""(?:(?P<quote>\\*["'])(?P<quoted>.*?)(?P=quote)|(?P<word>[^\s"'&;)]*))"""
+    # Not "${VARIABLE:-...}", nor a comparison with "$VARIABLE".
+    rf"""(?<![\w$])(?<!\$\{{){VARIABLE}"""
+    # An argument may be anything else, such as the next of several names.
+    r"""(?:\\*["']?(?:\]?\s*[:=]|\s*,(?=\s*["']-))\s*(?P<quote>\\*["'])(?P<quoted>.*?)(?P=quote)"""
+    # Elsewhere than in a shell a word without quotes is a variable.
+    r"""|(?:=|:\s*(?=-))(?P<word>[^\s"'&;)]+))"""
 )
 """The variable and its value, as a shell, JSON or a program write them."""
+_FILLED_IN = re.compile(r"[$`{%?]|[ =]$")
+"""In the value of a shell, a template or Hydra, or at the end of the first part of a sum."""
 
 
 def _pattern(words: str) -> str:

@@ -43,6 +43,8 @@ class Batches(NamedTuple):
     units: frozenset[str]
     """Besides the sample and the step."""
     has_weights: bool = False
+    has_hook: bool = False
+    """The framework's loop has a `LossHook`, which takes all flags."""
 
 
 _BY_PROMPT = frozenset({"prompt"})
@@ -62,7 +64,7 @@ BATCHES = {
     "ROLL's RLVR pipeline": Batches(_BY_PROMPT),
     "ROLL's agentic pipeline": Batches(_BY_ROLLOUT),
     "SkyRL": Batches(_BY_ROLLOUT),
-    "ms-swift": Batches(frozenset({"microbatch"})),
+    "ms-swift": Batches(frozenset({"microbatch"}), has_hook=True),
 }
 """By the name of a framework, or of a part of it."""
 
@@ -334,9 +336,14 @@ def refused(name: str, got: object, **words: object) -> AggregationError:
 def check_settings(config: Any, *settings: Setting) -> None:
     """Raise HostError for the first setting whose value is not allowed; a missing one is None."""
     for setting in settings:
-        value = config
-        for key in setting.name.removeprefix("--").replace("-", "_").split("."):
-            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        value = value_at(config, setting.name.removeprefix("--").replace("-", "_"))
         if value not in setting.allowed:
             name, needed, _, remedy = setting
             raise HostError(f"{name} must be {needed}, got {value}. {remedy}")
+
+
+def value_at(config: Any, path: str) -> Any:
+    """The value at ``path``, names with dots between; None where one is missing."""
+    for key in filter(None, path.split(".")):
+        config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    return config

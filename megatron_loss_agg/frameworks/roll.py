@@ -53,8 +53,8 @@ COLUMN = "loss_coefficients"
 class _AggregatingWorker:
     """An actor's worker that weighs tokens as MEGATRON_LOSS_AGG_FLAGS says."""
 
-    batches: ClassVar[str]
-    """Its row of `BATCHES`."""
+    batch_kind: ClassVar[str]
+    """A key of `BATCHES`."""
     mask_keys: ClassVar[tuple[str, ...]] = ("response_mask",)
     """The first that a batch has is the mask of the policy's loss and of KL."""
     row_weights: Tensor | None = None
@@ -63,7 +63,7 @@ class _AggregatingWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> Any:
         result = super().initialize(pipeline_config)  # type: ignore[misc]
-        agg = read_aggregation("ROLL", self.batches, on_all_ranks=True)
+        agg = read_aggregation("ROLL", self.batch_kind, on_all_ranks=True)
         if agg is not None:
             self.aggregate(agg)
         return result
@@ -120,7 +120,7 @@ class _AggregatingWorker:
 class AggregatedRLVRWorker(_AggregatingWorker, RLVRActorWorker):
     """The actor of the RLVR pipeline."""
 
-    batches: ClassVar = "ROLL's RLVR pipeline"
+    batch_kind: ClassVar = "ROLL's RLVR pipeline"
     mask_keys = ("final_response_mask", "response_mask")
 
     def ids(self, batch: Any, units: frozenset[str]) -> dict[str, list[str]]:
@@ -134,7 +134,7 @@ class AggregatedRLVRWorker(_AggregatingWorker, RLVRActorWorker):
 class AggregatedAgenticWorker(_AggregatingWorker, AgenticActorWorker):
     """The actor of the agentic pipeline: a group of trajectories is a prompt, and one a rollout."""
 
-    batches: ClassVar = "ROLL's agentic pipeline"
+    batch_kind: ClassVar = "ROLL's agentic pipeline"
 
     def ids(self, batch: Any, units: frozenset[str]) -> dict[str, list[str]]:
         columns = {"prompt": "traj_group_id", "rollout": "traj_id"}

@@ -70,8 +70,8 @@ def replace_denominators(
         upgrade_hint: a sentence for errors: the version that passes ``data``.
         patch_hint: a clause for errors: how to make it ship prompts and removed samples.
     """
-    batches = "slime" if framework == "slime" else "miles with its patch"
-    agg = read_aggregation(framework, batches, on_all_ranks=True)
+    batch_kind = "slime" if framework == "slime" else "miles with its patch"
+    agg = read_aggregation(framework, batch_kind, on_all_ranks=True)
     if agg is None:
         return
     if data is None:

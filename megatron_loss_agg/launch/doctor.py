@@ -132,14 +132,14 @@ def _check_torch() -> Result:
     return "WARN", f"{torch.__version__} sees no GPU. {advice}"
 
 
-def _release_of(version: str) -> tuple[int, int]:
+def _release(version: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def check_release(version: str, root: Path) -> Result:
     """The support for this Megatron-Core release, which is installed in ``root``."""
-    release = _release_of(version)
+    release = _release(version)
     text, tested = f"{version} in {root}", "0.14 to 0.19"
     if release < (0, 13):
         text += f" scales losses in another way than 0.13 and later. Install {tested}."
@@ -192,6 +192,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
     loss = "; ".join([terms_in_words(hook.terms), *formulas, *also])
     if not has_training:
         return "WARN", f"{loss}; without megatron.training, Megatron's own flags are not checked"
+    if getattr(args, "sft", False):
+        sft.check_data(args, _release(core_version))
     unknown = [flag for flag in unknown if flag.startswith("--")]
     if unknown:
         unknown_flags = ", ".join(unknown)
@@ -199,8 +201,6 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
             "WARN",
             f"{loss}; Megatron has no {unknown_flags}: right only if the script adds them",
         )
-    if getattr(args, "sft", False):
-        sft.check_data(args, _release_of(core_version))
     if has_transformer_engine_loss(args) and find_spec("transformer_engine") is None:
         engine = "needs Transformer Engine 2.11 or later, and there is none here"
         return "WARN", f"{loss}; --cross-entropy-fusion-impl te {engine}"

@@ -27,12 +27,10 @@ VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
 """The environment variable that holds the flags where another program owns the command line."""
 _DASHES = "-\N{EN DASH}\N{EM DASH}"  # the last two are in text that was copied from a page
 _CUTOFF = 0.85
-"""Similarity (difflib ratio) of the first two words of a flag from which it counts as one of ours.
-
-Megatron's flags score below 0.6.
-"""
+"""A flag whose first two words are at least this similar (difflib ratio) to "loss-aggregation" was
+meant as ours. Megatron's score below 0.6."""
 _OPTION_CUTOFF = 0.75
-"""Likewise of the other words, from which an option is suggested."""
+"""Least similarity of the remaining words to an option that is suggested."""
 
 
 class _Option(NamedTuple):

@@ -177,12 +177,12 @@ def passed_on() -> tuple[bool, str]:
 
 def examine(missing: str) -> tuple[tuple[str, str], str]:
     """The findings on this ms-swift, and on one whose arguments lack the name."""
-    from megatron_loss_agg.frameworks.installation import examined
+    from megatron_loss_agg.frameworks.installation import examine_framework
 
-    tried = examined("ms_swift")
+    tried = examine_framework("ms_swift")
     del sys.modules[ADAPTER]
     delattr(importlib.import_module("swift.megatron.arguments").MegatronArguments, missing)
-    return tried, attempt(examined, "ms_swift", errors=AggregationError)
+    return tried, attempt(examine_framework, "ms_swift", errors=AggregationError)
 
 
 def import_adapter() -> str:

@@ -12,7 +12,7 @@ from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.frameworks.installation import (
     FRAMEWORKS,
     Launch,
-    aggregations,
+    read_aggregations,
     read_launch,
     read_settings,
 )
@@ -46,11 +46,12 @@ def test_the_settings_of_a_page_load_the_adapter_and_misspelt_ones_do_not(
     name: str, tmp_path: Path
 ) -> None:
     text = settings(name) + CALLS.get(name, "")
-    found = launch(name, text, tmp_path)
-    (door, batches), *_ = FRAMEWORKS[name].doors.items()
-    assert found.batches == batches
-    assert {agg.mode for agg in aggregations(found)} <= {"prompt_mean", "sample_mean"}
-    for words in door:
+    (lines, batch_kind), *_ = FRAMEWORKS[name].entry_points.items()
+    settings_in_text = launch(name, text, tmp_path)
+    assert settings_in_text.batch_kind == batch_kind
+    modes = {agg.mode for agg in read_aggregations(settings_in_text)}
+    assert modes <= {"prompt_mean", "sample_mean"}
+    for words in lines:
         setting = re.split("[ =:]", words)[0].rpartition(".")[2]
         misspelt = text.replace(setting, f"x{setting}")
         with pytest.raises(OptionError, match=r"must load the adapter of .*, got .*Write"):
@@ -70,9 +71,9 @@ def test_flags_that_the_adapter_would_refuse_are_found_in_the_settings(
         ("dataset_mean", "must group tokens by .*, got dataset"),
         ("token_mean --loss-aggregation-divisor 2", "divisor"),
     ):
-        found = launch(name, re.sub(r"(sample|prompt)_mean", flags, text), tmp_path)
+        changed = launch(name, re.sub(r"(sample|prompt)_mean", flags, text), tmp_path)
         with pytest.raises(OptionError, match=error):
-            aggregations(found)
+            read_aggregations(changed)
 
 
 OTHER_FORMS = {
@@ -115,13 +116,27 @@ def test_scripts_and_json_are_read(name: str, text: str, tmp_path: Path) -> None
         ('FLAGS="$MINE"', []),
         ('FLAGS=""', []),
         ('# FLAGS="--loss-aggregation sum"', []),
+        # Values of a program, or filled in by a shell.
+        ('"FLAGS": os.environ["FLAGS"],\n    "NCCL_DEBUG": "INFO",', []),
+        ('"FLAGS": f"--loss-aggregation {mode}"', []),
+        ("env = {'FLAGS': flags}", []),
+        (": ${FLAGS:?set it}", []),
+        ('echo "flags: ${FLAGS:-none}"', []),
+        ('os.environ["FLAGS"] = "--loss-aggregation {}".format(mode)', []),
+        ('os.environ["FLAGS"] = "--loss-aggregation %s" % mode', []),
+        ('os.environ["FLAGS"] = "--loss-aggregation " + mode', []),
+        ('FLAGS="--loss-aggregation="$MODE', []),
+        ("FLAGS=`cat flags.txt`", []),
+        # Mistakes, for the adapter would not take them.
+        ("export FLAGS=prompt_mean", ["prompt_mean"]),
+        ('"FLAGS": "prompt_mean"', ["prompt_mean"]),
     ],
 )
 def test_the_variable_is_read_where_scripts_set_it(
     text: str, flags: list[str], tmp_path: Path
 ) -> None:
-    door = f"--rollout-data-postprocess-path {OURS}.slime.postprocess\n"
-    assert launch("slime", door + text.replace("FLAGS", VARIABLE), tmp_path).flags == flags
+    adapter = f"--rollout-data-postprocess-path {OURS}.slime.postprocess\n"
+    assert launch("slime", adapter + text.replace("FLAGS", VARIABLE), tmp_path).flags == flags
 
 
 ROLL = f"""
@@ -160,6 +175,10 @@ def test_settings_that_stand_elsewhere_have_no_effect(tmp_path: Path) -> None:
         ("skyrl", "trainer: {algorithm: {loss_reduction: sum}}", "loss_reduction must be token"),
         ("areal", "actor: {m2_threshold: 0.1}", "m2_threshold must be unset"),
         ("areal", "actor:", None),
+        # Groups of Hydra, and what others may write.
+        ("verl", "actor_rollout_ref: default", None),
+        ("areal", "actor: [one, two]", None),
+        ("roll", "actor_train: {strategy_args: default}", None),
     ],
 )
 def test_settings_that_the_adapter_would_refuse_are_found(
@@ -192,6 +211,20 @@ def test_a_script_and_its_settings_are_read_together(tmp_path: Path) -> None:
         f"cluster:\n  node_groups:\n    - env_configs: [env_vars: [{VARIABLE}: --x]]\n"
     )
     assert read_launch(FRAMEWORKS["rlinf"], [str(script), str(config)]).flags == ["--x"]
+
+
+def test_the_end_of_a_file_ends_its_last_line(tmp_path: Path) -> None:
+    script, config = tmp_path / "start.sh", tmp_path / "config.yaml"
+    script.write_text("python examples/start_rlvr_pipeline.py")
+    config.write_text(ROLL.lstrip())
+    assert read_launch(FRAMEWORKS["roll"], [str(script), str(config)]).flags
+
+
+def test_a_variable_without_a_value_in_a_yaml_file_is_not_set(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    for value in ("null", "'???'", "'{{ flags }}'", "'${flags}'"):
+        config.write_text(ROLL.replace('"--loss-aggregation prompt_mean"', value))
+        assert read_launch(FRAMEWORKS["roll"], [str(config)]).flags == []
 
 
 def test_another_function_of_ours_does_not_do(tmp_path: Path) -> None:

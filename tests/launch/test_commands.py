@@ -179,6 +179,8 @@ DOCTOR = {
         "FAIL: HostError: --sft needs batches without an attention mask, got no "
         "--no-create-attention-mask-in-dataloader. Add it."
     ),
+    # The script may add a flag of its own, but the run ends at its first batch.
+    f"--sft --my-own-flag 1 {MODE}": "FAIL: HostError: --sft needs batches without an attention mask",
     # 300 lines: the test set's share is 0.3 of a line. With --eval-iters 0 nobody reads it.
     f"{SFT} {MODE} --data-path CHATS": (
         "FAIL: HostError: --split must leave lines ... got '969, 30, 1', under which the 300 lines of "
