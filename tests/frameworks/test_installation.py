@@ -127,6 +127,8 @@ def test_scripts_and_json_are_read(name: str, text: str, tmp_path: Path) -> None
         ('os.environ["FLAGS"] = "--loss-aggregation " + mode', []),
         ('FLAGS="--loss-aggregation="$MODE', []),
         ("FLAGS=`cat flags.txt`", []),
+        ('for name in ["FLAGS", "WORLD_SIZE"]:', []),
+        ('[ "$FLAGS" = "none" ] && exit 1', []),
         # Mistakes, for the adapter would not take them.
         ("export FLAGS=prompt_mean", ["prompt_mean"]),
         ('"FLAGS": "prompt_mean"', ["prompt_mean"]),
