@@ -320,16 +320,16 @@ def entry_point_in(framework: Framework, files: str, text: str) -> str:
 
 
 _FLAGS = re.compile(
-    # Not "${VARIABLE:-...}", nor a comparison with "$VARIABLE".
+    # Neither "${VARIABLE=...}" nor a comparison with "$VARIABLE".
     rf"""(?<![\w$])(?<!\$\{{){VARIABLE}"""
     # An argument may be anything else, such as the next of several names.
     r"""(?:\\*["']?(?:\]?\s*[:=]|\s*,(?=\s*["']-))\s*(?P<quote>\\*["'])(?P<quoted>.*?)(?P=quote)"""
     # Elsewhere than in a shell a word without quotes is a variable.
-    r"""|(?:=|:\s*(?=-))(?P<word>[^\s"'&;)]+))"""
+    r"""|=(?P<word>[^\s"'&;)]+))"""
 )
 """The variable and its value, as a shell, JSON or a program write them."""
 _FILLED_IN = re.compile(r"[$`{%?]|[ =]$")
-"""In the value of a shell, a template or Hydra, or at the end of the first part of a sum."""
+"""A value that a shell, a template or Hydra fills in, or that goes on behind its quotes."""
 
 
 def _pattern(words: str) -> str:

@@ -121,6 +121,7 @@ def test_scripts_and_json_are_read(name: str, text: str, tmp_path: Path) -> None
         ('"FLAGS": f"--loss-aggregation {mode}"', []),
         ("env = {'FLAGS': flags}", []),
         (": ${FLAGS:?set it}", []),
+        (": ${FLAGS=none}", []),
         ('echo "flags: ${FLAGS:-none}"', []),
         ('os.environ["FLAGS"] = "--loss-aggregation {}".format(mode)', []),
         ('os.environ["FLAGS"] = "--loss-aggregation %s" % mode', []),
@@ -129,6 +130,7 @@ def test_scripts_and_json_are_read(name: str, text: str, tmp_path: Path) -> None
         ("FLAGS=`cat flags.txt`", []),
         ('for name in ["FLAGS", "WORLD_SIZE"]:', []),
         ('[ "$FLAGS" = "none" ] && exit 1', []),
+        ('echo "FLAGS: set"', []),
         # Mistakes, for the adapter would not take them.
         ("export FLAGS=prompt_mean", ["prompt_mean"]),
         ('"FLAGS": "prompt_mean"', ["prompt_mean"]),
