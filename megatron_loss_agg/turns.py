@@ -1,4 +1,4 @@
-"""Loss masks by the turns of a conversation: which of the assistant's count, and how much."""
+"""Loss masks by the turns of a conversation: which of the assistant's carry loss, and how much."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Turns:
     Args:
         which: ``all``; the ``last`` of each conversation; or ``each``: all, and the mask of each is
             divided by its sum, so that it weighs 1 whatever its length.
-        field: the field of a message that says whether its turn counts.
+        field: the field of a message that says whether its turn carries loss.
     """
 
     which: str = "all"
     field: str | None = None
 
-    def counts(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[bool]:
-        """Whether each message of a conversation counts.
+    def have_loss(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[bool]:
+        """Whether each message of a conversation carries loss.
 
         Raises:
             DataError: a message of the assistant says neither yes nor no; ``where`` names the line.
@@ -54,19 +54,19 @@ class Turns:
             for k, message in enumerate(messages)
         ]
 
-    def mask(self, mask_T: Tensor, turn_T: Tensor, counts: Sequence[bool]) -> Tensor:
+    def mask(self, mask_T: Tensor, turn_T: Tensor, has_loss: Sequence[bool]) -> Tensor:
         """The loss mask [tokens], of a row that holds the tokens of these turns.
 
         Args:
             mask_T: the mask of all turns.
-            turn_T: int64, the turn of the token that each position predicts.
-            counts: whether each turn counts.
+            turn_T: int64, the turn of the token that each value of the mask belongs to.
+            has_loss: whether each turn carries loss.
         """
-        counts_U = torch.tensor(counts, dtype=mask_T.dtype)
-        mask_T = mask_T * counts_U[turn_T]
+        has_loss_U = torch.tensor(has_loss, dtype=mask_T.dtype)
+        mask_T = mask_T * has_loss_U[turn_T]
         if self.which != "each":
             return mask_T
-        sum_U = torch.zeros_like(counts_U).index_add_(0, turn_T, mask_T)
+        sum_U = torch.zeros_like(has_loss_U).index_add_(0, turn_T, mask_T)
         return torch.where(mask_T > 0, mask_T / sum_U[turn_T], 0.0).to(mask_T.dtype)
 
 

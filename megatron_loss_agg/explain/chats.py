@@ -47,9 +47,9 @@ def lines_of_chats(
         turn_T = _turns(where, tokenizer, line["messages"])
         if seq_length is not None:
             turn_T = [*turn_T[:seq_length], *[0] * (seq_length - len(turn_T))]
-        counts = [False, *turns.counts(line["messages"], where)]
+        has_loss = [False, *turns.have_loss(line["messages"], where)]
         turn = torch.tensor(turn_T, dtype=torch.int64)
-        mask = turns.mask((turn > 0).double(), turn, counts)
+        mask = turns.mask((turn > 0).double(), turn, has_loss)
         others = {key: value for key, value in line.items() if key not in ("messages", "length")}
         if weight_field is not None:
             others["weight"] = line.get(weight_field)

@@ -89,7 +89,7 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     if config.split_matrix:
         config.split_matrix[1:] = None, None  # validation and test, which may be empty
     mock_or_indexed = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
-    dataset_class = _with_fields(SFTDataset, args) if args.sft else mock_or_indexed
+    dataset_class = _with_flags(SFTDataset, args) if args.sft else mock_or_indexed
     # The order of the rows depends on the number of samples of the whole run.
     run_samples = args.train_samples or (args.train_iters or 0) * (args.global_batch_size or 0)
     sizes = [run_samples or number, 0, 0]
@@ -104,13 +104,14 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
     return dataset
 
 
-def _with_fields(dataset_class: type[Any], args: Any) -> type[Any]:
-    """Megatron's ``SFTDataset``, whose packs say what our flags ask of their lines."""
-    fields = sft.SFTFields.of(args)
+def _with_flags(dataset_class: type[Any], args: Any) -> type[Any]:
+    """Megatron's ``SFTDataset``, with the columns and the mask of our flags in its packs."""
+    options = sft.SFTOptions.of(args)
+    if not options.flags:
+        return dataset_class
 
     def get_item(dataset: Any, index: int) -> Any:
-        item = dataset_class.__getitem__(dataset, index)
-        return fields.read_item(item, dataset, index) if fields.flags else item
+        return options.read_item(dataset_class.__getitem__(dataset, index), dataset, index)
 
     return type("SFTDataset", (dataset_class,), {"__getitem__": get_item})
 

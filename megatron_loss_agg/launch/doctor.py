@@ -22,7 +22,7 @@ from megatron_loss_agg import __version__
 from megatron_loss_agg.aggregation import units_by_id
 from megatron_loss_agg.describe import formula, number_of, terms_in_words
 from megatron_loss_agg.errors import AggregationError
-from megatron_loss_agg.launch import flags, sft
+from megatron_loss_agg.launch import flags, sft, sft_checks
 from megatron_loss_agg.launch.install import hook_from_args, replacements
 from megatron_loss_agg.mcore.checks.before import has_transformer_engine_loss
 
@@ -193,7 +193,8 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
     if not has_training:
         return "WARN", f"{loss}; without megatron.training, Megatron's own flags are not checked"
     if getattr(args, "sft", False):
-        sft.check_data(args, _release(core_version))
+        sft_checks.check_attention_mask(args, _release(core_version))
+        sft_checks.check_split(args)
     unknown = [flag for flag in unknown if flag.startswith("--")]
     if unknown:
         unknown_flags = ", ".join(unknown)

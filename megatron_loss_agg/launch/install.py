@@ -57,13 +57,14 @@ def hook_from_args(
     options = flags.hook_options(args)
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
-    sft_fields = sft.SFTFields.of(args)
-    if sft_fields.flags:
-        sft_fields.check(args, options["batch"], aggregation)
-        read_batch = sft_fields.reader()
+    settings = {}
+    sft_options = sft.SFTOptions.of(args)
+    if sft_options.flags:
+        sft_options.check(args, options["batch"], aggregation)
+        read_batch = sft_options.reader()
+        settings["sft"] = sft_options.in_words
     # The user's extensions come first: they may change the loss, and should get it without MTP's part.
     extensions = [_user_extension(path) for path in options["extension"]]
-    settings = {"sft": sft_fields.in_words} if sft_fields.flags else {}
     if options["extension"]:
         settings["extension"] = " ".join(options["extension"])
     if options["report_datasets"]:
@@ -259,13 +260,13 @@ class Plugin:
     def read_pack(
         self, get_item: Callable[..., Any], dataset: Any, index: int
     ) -> Mapping[str, Any]:
-        """Returns a pack of Megatron's SFT data, with what the flags say about its line."""
+        """Returns a pack of Megatron's SFT data, with the columns and the mask of the flags."""
         item, args = get_item(dataset, index), megatron_args()
-        fields = sft.SFTFields.of(args)
+        options = sft.SFTOptions.of(args)
         aggregate_evaluation = getattr(args, "loss_aggregation_evaluation", None) != "megatron"
-        if not fields.flags or not (aggregate_evaluation or dataset.index_split.name == "train"):
+        if not options.flags or not (aggregate_evaluation or dataset.index_split.name == "train"):
             return item
-        return fields.read_item(item, dataset, index)
+        return options.read_item(item, dataset, index)
 
     def add_arguments(self, add_megatron_arguments: Callable[[Any], Any], parser: Any) -> Any:
         parser = self._prepare_parser(add_megatron_arguments(parser))

@@ -1,23 +1,23 @@
 """Prompt ids, weights and turns of Megatron's ``--sft`` data, from fields of its lines of JSON.
 
 A line is one pack of one or several conversations; each begins with a system message. A field of the
-line holds one value for all of them, or a list with one for each. Every token gets that of its
-conversation, so that values go wherever Megatron puts the tokens; they are read from the first token
-of each conversation. Turns change the loss mask.
+line holds one value for all of them, or a list with one for each. Each token of a pack gets its
+conversation's value, since Megatron's loader keeps columns by token; the reader takes the value at each
+conversation's first token. Turns change the loss mask instead.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import LossAggregation
 from megatron_loss_agg.errors import DataError, HostError, OptionError
@@ -30,60 +30,50 @@ from megatron_loss_agg.turns import ALL_TURNS, Turns, is_answer
 PROMPT_FLAG = "--loss-aggregation-sft-prompt-field"
 WEIGHT_FLAG = "--loss-aggregation-sft-weight-field"
 TURNS_FLAG = "--loss-aggregation-sft-turns"
-TURN_FLAG = "--loss-aggregation-sft-turn-field"
-_PROMPTS = "token_prompt_id"
-"""Not named "*_ids", so that `with_ids` does not mistake it for ids of samples."""
-_WEIGHTS = "token_weight"
-_TURNS = "has_turns"
-"""Says that the loss mask is by turns."""
+TURN_FIELD_FLAG = "--loss-aggregation-sft-turn-field"
+_MASK_MARK = "is_masked_by_turns"
+"""The key of a batch whose loss mask is by turns."""
 
 
-def check_data(args: Any, release: tuple[int, int]) -> None:
-    """Raise HostError where Megatron would end a run of ``--sft``, at its first batch or much later.
+def _weights(name: str, values: Sequence[Any]) -> Tensor:
+    """fp64 [conversations], from numbers of JSON."""
+    for x in values:
+        is_number = isinstance(x, int | float) and not isinstance(x, bool)
+        if not is_number or not 0 <= x < math.inf:
+            raise DataError(
+                f"{name} must hold weights of conversations, finite numbers >= 0, got {x!r}. Correct "
+                "it, or name another field; a sign belongs in the losses."
+            )
+    return torch.tensor(values, dtype=torch.float64)
 
-    Args:
-        args: Megatron's parsed flags.
-        release: of Megatron-Core.
-    """
-    if release >= (0, 16) and getattr(args, "create_attention_mask_in_dataloader", False):
-        raise HostError(
-            "--sft needs batches without an attention mask, got no "
-            "--no-create-attention-mask-in-dataloader. Add it."
-        )
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-    from megatron.training.utils import get_blend_and_blend_per_split
 
-    blend, per_split = get_blend_and_blend_per_split(args)
-    paths = [] if blend is None or per_split else [Path(path) for path in blend[0]]
-    split = args.split or "969, 30, 1"  # Megatron's default
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    evaluates = getattr(args, "eval_iters", None) != 0
-    for path in (path for path in paths if path.is_file()):
-        with path.open() as file:
-            lines = sum(not line.isspace() for line in file)
-        for name, ends in zip(("training", "validation", "test"), matrix, strict=True):
-            is_read = ends is not None and (evaluates or name == "training")
-            if is_read and len({round(end * lines) for end in ends}) == 1:
-                raise HostError(
-                    f"--split must leave lines for each set with a share, got {split!r}, under which "
-                    f"the {lines} lines of {path} leave none for {name}, and Megatron divides by their "
-                    "number. Give another, such as --split 90,10,0, which has no test set."
-                )
+class Column(NamedTuple):
+    """A column of packs, with the value of its conversation for each token."""
+
+    flag: str  # names the field of the lines
+    key: str  # of the batch
+    name: str  # of the field of `Microbatch`
+    to_tensor: Callable[[str, Sequence[Any]], Tensor]
+    """(name for errors, values) -> [conversations]."""
+
+
+COLUMNS = (
+    # The key does not end in "_ids": `with_ids` would take its values for ids of samples.
+    Column(PROMPT_FLAG, "token_prompt_id", "prompt_ids", ids_from),
+    Column(WEIGHT_FLAG, "token_weight", "sample_weights", _weights),
+)
 
 
 @dataclass(frozen=True)
-class SFTFields:
+class SFTOptions:
     """The flags about ``--sft`` data; see `docs/flags.md`."""
 
-    prompt: str | None = None
-    weight: str | None = None
+    prompt_field: str | None = None
+    weight_field: str | None = None
     turns: Turns = ALL_TURNS
 
     @classmethod
-    def of(cls, args: Any) -> SFTFields:
+    def of(cls, args: Any) -> SFTOptions:
         """Those in Megatron's parsed flags ``args``."""
 
         def value(name: str) -> Any:
@@ -95,12 +85,11 @@ class SFTFields:
     @functools.cached_property
     def flags(self) -> dict[str, str]:
         """The flags that change something, with their values."""
-        which = None if self.turns.which == "all" else self.turns.which
         values = {
-            PROMPT_FLAG: self.prompt,
-            WEIGHT_FLAG: self.weight,
-            TURNS_FLAG: which,
-            TURN_FLAG: self.turns.field,
+            PROMPT_FLAG: self.prompt_field,
+            WEIGHT_FLAG: self.weight_field,
+            TURNS_FLAG: None if self.turns.which == "all" else self.turns.which,
+            TURN_FIELD_FLAG: self.turns.field,
         }
         return {flag: value for flag, value in values.items() if value}
 
@@ -114,6 +103,11 @@ class SFTFields:
         """Them without their common beginning, such as "turns last, turn-field train"."""
         return ", ".join(f"{flag.rpartition('sft-')[2]} {x}" for flag, x in self.flags.items())
 
+    @property
+    def columns(self) -> list[Column]:
+        """The columns that the flags add to packs."""
+        return [column for column in COLUMNS if column.flag in self.flags]
+
     def check(self, args: Any, batch_function: str | None, aggregation: LossAggregation) -> None:
         """Raise OptionError where the flags would have no effect on Megatron's parsed flags."""
         if not getattr(args, "sft", True):  # missing before Megatron has parsed its flags
@@ -126,7 +120,7 @@ class SFTFields:
                 f"{self.flag} and --loss-aggregation-batch both read the batches, got both. Remove "
                 "one of them."
             )
-        if self.weight and aggregation.sample_weights is None:
+        if self.weight_field and aggregation.sample_weights is None:
             raise OptionError(
                 f"{WEIGHT_FLAG} needs --loss-aggregation-sample-weights 'count', for a weighted mean, "
                 "or 'skip', to leave the denominators as they are, got none. Choose one "
@@ -134,16 +128,16 @@ class SFTFields:
             )
 
     def reader(self) -> ReadBatch:
-        """`read_batch` with what `read_item` has added."""
-        return functools.partial(_read_conversations, self)
+        """`read_batch` for packs of `read_item`."""
+        return functools.partial(_read_pack, self)
 
     def read_item(self, item: Mapping[str, Any], dataset: Any, index: int) -> dict[str, Any]:
-        """``item``, number ``index`` of Megatron's ``SFTDataset``, with what its line says.
+        """``item``, number ``index`` of Megatron's ``SFTDataset``, with its columns and mask by turns.
 
         Raises:
             HostError: this Megatron makes no packs.
             DataError: the line lacks a field, or its value does not fit the conversations.
-            OptionError: the prompt format does not tell turns apart.
+            OptionError: the prompt format has no masks by turns.
         """
         if "cu_seqlens" not in item:
             raise HostError(
@@ -155,23 +149,17 @@ class SFTFields:
         line = dataset.dataset.dataset[number]
         conversations = _conversations(line["messages"])
         starts = _starts(item["cu_seqlens"], self.flag, where)
-
-        def by_token(values_C: Tensor) -> Tensor:
-            # Megatron cuts a pack at the sequence length: it may lack the last conversations.
-            return values_C[: len(starts) - 1].repeat_interleave(torch.tensor(starts).diff())
-
+        lengths = torch.tensor(starts).diff()
         result = dict(item)
-        if self.prompt:
-            values = _values(line, self.prompt, PROMPT_FLAG, len(conversations), where)
-            result[_PROMPTS] = by_token(
-                ids_from(f"{self.prompt!r} in {where} ({PROMPT_FLAG})", values)
-            )
-        if self.weight:
-            values = _values(line, self.weight, WEIGHT_FLAG, len(conversations), where)
-            result[_WEIGHTS] = by_token(_weights(values, self.weight, where))
+        for column in self.columns:
+            field = self.flags[column.flag]
+            values = _values(line, field, column.flag, len(conversations), where)
+            values_C = column.to_tensor(f"{field!r} in {where} ({column.flag})", values)
+            # A pack that Megatron cuts at the sequence length may lack the last conversations.
+            result[column.key] = values_C[: len(lengths)].repeat_interleave(lengths)
         if self.turns != ALL_TURNS:
             result["loss_mask"] = self._mask(item, dataset, conversations, starts, where)
-            result[_TURNS] = torch.tensor(True)
+            result[_MASK_MARK] = torch.tensor(True)
         return result
 
     def _mask(
@@ -182,30 +170,34 @@ class SFTFields:
         starts: Sequence[int],
         where: str,
     ) -> Tensor:
-        """The loss mask of a pack, by turns."""
-        # Turn 0 is padding.
-        counts, of_assistant = [False], [False]
-        turn_T = torch.zeros(starts[-1] + 1, dtype=torch.int64)
-        text_T = torch.cat([item["tokens"], item["tokens"].new_zeros(1)])
-        for start, messages in zip(starts, conversations, strict=False):
-            texts = [_tokens(dataset.config.tokenizer, message) for message in messages]
-            lengths = torch.tensor([len(text) for text in texts])
-            turns = torch.arange(len(messages)).repeat_interleave(lengths) + len(counts)
-            end = min(start + len(turns), len(turn_T))  # of a pack that is cut
-            turn_T[start:end] = turns[: end - start]
-            text_T[start:end] = torch.cat(texts)[: end - start]
-            counts += self.turns.counts(messages, where)
-            of_assistant += map(is_answer, messages)
-        mask_T, turn_T = item["loss_mask"], turn_T[1:]  # of the token that a position predicts
-        is_others_T = ~torch.tensor(of_assistant)[turn_T]
-        if not torch.equal(text_T[:-1], item["tokens"]) or bool(mask_T[is_others_T].any()):
-            raise OptionError(
-                f"{self.flag} needs a prompt format that writes a turn alike whatever "
-                f"stands before it, and trains on the assistant's turns alone, got another in {where}. "
-                "Choose --sft-tokenizer-prompt-format nemotron-nano-v2 or nemotron-h-aligned, or "
-                "remove the flag."
-            )
-        return self.turns.mask(mask_T, turn_T, counts)
+        """The loss mask [tokens] of a pack, by turns.
+
+        Raises:
+            DataError: as in `Turns.have_loss`.
+            OptionError: the prompt format has no masks by turns.
+        """
+        mask_T = item["loss_mask"].roll(1)  # of each token itself, not of the position before it
+        for (start, end), messages in zip(pairwise(starts), conversations, strict=False):
+            rendered = [_tokens(dataset.config.tokenizer, message) for message in messages]
+            lengths = torch.tensor([len(tokens) for tokens in rendered])
+            rendered_T = torch.cat(rendered)[: end - start]  # a pack may cut it
+            turn_T = torch.arange(len(messages)).repeat_interleave(lengths)[: end - start]
+            is_assistant_T = torch.tensor([is_answer(message) for message in messages])[turn_T]
+            span = slice(start, start + len(rendered_T))
+            has_same_tokens = torch.equal(rendered_T, item["tokens"][span])
+            if not has_same_tokens or bool(mask_T[span][~is_assistant_T].any()):
+                raise OptionError(
+                    f"{self.flag} needs a prompt format that renders a message the same in every "
+                    "conversation and trains on assistant messages alone, got one that does not in "
+                    f"{where}. Choose --sft-tokenizer-prompt-format nemotron-nano-v2 or "
+                    "nemotron-h-aligned, or remove the flag."
+                )
+            # Megatron-LM 0.16 ends a conversation with a token of its own. It is its last message's;
+            # so is padding, whose mask is 0.
+            turn_T = pad(turn_T, (0, end - start - len(turn_T)), value=len(messages) - 1)
+            has_loss = self.turns.have_loss(messages, where)
+            mask_T[start:end] = self.turns.mask(mask_T[start:end], turn_T, has_loss)
+        return mask_T.roll(-1)
 
 
 def _conversations(messages: Sequence[Any]) -> list[list[Any]]:
@@ -256,18 +248,6 @@ def _values(
     return values
 
 
-def _weights(values: Sequence[Any], field: str, where: str) -> Tensor:
-    """fp64, from numbers of JSON."""
-    for x in values:
-        is_number = isinstance(x, int | float) and not isinstance(x, bool)
-        if not is_number or not 0 <= x < math.inf:
-            raise DataError(
-                f"the field {field!r} must hold weights of conversations, finite numbers >= 0, got "
-                f"{x!r} in {where}. Correct it, or change {WEIGHT_FLAG}; a sign belongs in the losses."
-            )
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def _tokens(tokenizer: Any, message: Mapping[str, Any]) -> Tensor:
     """The tokens of one turn."""
     tokens = tokenizer.tokenize_conversation(
@@ -276,22 +256,19 @@ def _tokens(tokenizer: Any, message: Mapping[str, Any]) -> Tensor:
     return torch.tensor(tokens.tolist(), dtype=torch.int64)
 
 
-def _read_conversations(fields: SFTFields, batch: Any) -> Microbatch:
-    """`read_batch` with what `SFTFields.read_item` has added.
+def _read_pack(options: SFTOptions, batch: Any) -> Microbatch:
+    """`read_batch` for packs of `SFTOptions.read_item`.
 
     Raises:
-        DataError: the batch lacks it, or as in `read_batch`.
+        DataError: the batch lacks what the flags add, or as in `read_batch`.
     """
-    used = {
-        _PROMPTS: fields.prompt is not None,
-        _WEIGHTS: fields.weight is not None,
-        _TURNS: fields.turns != ALL_TURNS,
-    }
-    keys = batch if isinstance(batch, Mapping) else {}
-    for key in (key for key, is_used in used.items() if is_used):
-        if not isinstance(keys.get(key), Tensor):
+    columns = options.columns
+    marks = [] if options.turns == ALL_TURNS else [_MASK_MARK]
+    values = batch if isinstance(batch, Mapping) else {}
+    for key in [*(column.key for column in columns), *marks]:
+        if not isinstance(values.get(key), Tensor):
             raise DataError(
-                f"{fields.flag} needs batches of Megatron's SFTDataset over lines of JSON that keep "
+                f"{options.flag} needs batches of Megatron's SFTDataset over lines of JSON that keep "
                 f"their {key!r}, got {batch_keys(batch)}. Use that data set "
                 "(megatron.training.datasets.sft_dataset) and Megatron's loader, without "
                 "--sequence-packing-scheduler, or drop the flag."
@@ -300,9 +277,5 @@ def _read_conversations(fields: SFTFields, batch: Any) -> Microbatch:
     starts = microbatch.sample_starts
     if starts is None:
         starts = torch.arange(microbatch.num_samples + 1) * microbatch.loss_mask.shape[-1]
-    by_sample = {
-        name: batch[key].reshape(-1)[starts[:-1].long()]
-        for name, key in (("prompt_ids", _PROMPTS), ("sample_weights", _WEIGHTS))
-        if used[key]
-    }
-    return replace(microbatch, **by_sample)
+    firsts = starts[:-1].long()
+    return replace(microbatch, **{x.name: batch[x.key].reshape(-1)[firsts] for x in columns})

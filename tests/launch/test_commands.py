@@ -183,11 +183,11 @@ DOCTOR = {
     f"--sft --my-own-flag 1 {MODE}": "FAIL: HostError: --sft needs batches without an attention mask",
     # 300 lines: the test set's share is 0.3 of a line. With --eval-iters 0 nobody reads it.
     f"{SFT} {MODE} --data-path CHATS": (
-        "FAIL: HostError: --split must leave lines ... got '969, 30, 1', under which the 300 lines of "
-        "CHATS leave none for test, and Megatron divides by their number. Give another, such as"
+        "FAIL: HostError: every set with a share in --split must have a line, got none for test from "
+        "the 300 lines of CHATS under '969, 30, 1'; ... ZeroDivisionError. Change --split, such as to"
     ),
-    f"{SFT} {MODE} --data-path CHATS --split 999,1,0": "FAIL: HostError: ... none for validation, and",
-    f"{SFT} {MODE} --data-path CHATS --split 0.001,1,0": "FAIL: HostError: ... none for training, and",
+    f"{SFT} {MODE} --data-path CHATS --split 999,1,0": "FAIL: HostError: ... none for validation from",
+    f"{SFT} {MODE} --data-path CHATS --split 0.001,1,0": "FAIL: HostError: ... none for training from",
     f"{SFT} {MODE} --data-path CHATS --split 90,10,0": "OK: prompt_mean",
     f"{SFT} {MODE} --data-path CHATS --eval-iters 0": "OK: prompt_mean",
     f"{SFT} {MODE} --data-path nowhere.jsonl": "OK: prompt_mean",

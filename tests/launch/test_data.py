@@ -145,8 +145,9 @@ class Characters:
 
     eos_token_id = 0
 
-    def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> list[int]:
-        return [ord(x) for turn in turns for x in turn["content"]]
+    def apply_chat_template(self, turns: list[dict[str, str]], **options: Any) -> Any:
+        tokens = [ord(x) for turn in turns for x in turn["content"]]
+        return numpy.array([tokens]) if options.get("return_tensors") == "np" else tokens
 
 
 SFT_FLAGS = (

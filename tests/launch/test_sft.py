@@ -19,7 +19,8 @@ import torch
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.launch import install
 from megatron_loss_agg.launch.install import hook_from_args
-from megatron_loss_agg.launch.sft import SFTFields
+from megatron_loss_agg.launch.sft import SFTOptions
+from megatron_loss_agg.launch.sft_checks import count_lines
 from megatron_loss_agg.turns import Turns
 from tests.distributed import RankFailed
 from tests.host.harness import error_of, run_host_ranks
@@ -270,14 +271,17 @@ def test_a_line_without_the_field_ends_the_run(tmp_path: Path) -> None:
 
 
 PROMPTS, WEIGHTS, BY_MESSAGE = (
-    SFTFields(prompt="prompts"),
-    SFTFields(weight="weights"),
-    SFTFields(turns=Turns(field="train")),
+    SFTOptions(prompt_field="prompts"),
+    SFTOptions(weight_field="weights"),
+    SFTOptions(turns=Turns(field="train")),
 )
-NO_WEIGHT = "must hold weights of conversations, finite numbers >= 0, got"
+NO_WEIGHT = (
+    "'weights' in line 1 of CHATS (@-weight-field) must hold weights of conversations, finite "
+    "numbers >= 0, got"
+)
 SAYS_NEITHER = "the field 'train' of the assistant's messages must be true, false, 1 or 0"
 # Lines, and what the flags say of them.
-BAD: list[tuple[SFTFields, str, str]] = [
+BAD: list[tuple[SFTOptions, str, str]] = [
     (
         PROMPTS,
         "{}",
@@ -316,23 +320,23 @@ BAD: list[tuple[SFTFields, str, str]] = [
     (
         WEIGHTS,
         '{"weights": -0.5}',
-        f"{NO_WEIGHT} -0.5 in line 1 of CHATS. Correct ... a sign belongs",
+        f"{NO_WEIGHT} -0.5. Correct ... a sign belongs",
     ),
     (
         WEIGHTS,
         '{"weights": [1, null]}',
-        f"{NO_WEIGHT} None in line 1 of CHATS. Correct it, or change @-w",
+        f"{NO_WEIGHT} None. Correct it, or name another field",
     ),
-    (WEIGHTS, '{"weights": "2"}', f"{NO_WEIGHT} '2' in line 1 of CHATS. Correct"),
-    (WEIGHTS, '{"weights": true}', f"{NO_WEIGHT} True in line 1 of CHATS. Correct"),
-    (WEIGHTS, '{"weights": NaN}', f"{NO_WEIGHT} nan in line 1 of CHATS. Correct"),
+    (WEIGHTS, '{"weights": "2"}', f"{NO_WEIGHT} '2'. Correct"),
+    (WEIGHTS, '{"weights": true}', f"{NO_WEIGHT} True. Correct"),
+    (WEIGHTS, '{"weights": NaN}', f"{NO_WEIGHT} nan. Correct"),
     (
         BY_MESSAGE,
         "{}",
         f"{SAYS_NEITHER}, got None for turn 3 in line 1 of CHATS. Correct it, or name ... @-turn-field",
     ),
     (
-        SFTFields(turns=Turns(field="content")),
+        SFTOptions(turns=Turns(field="content")),
         "{}",
         f"{SAYS_NEITHER.replace('train', 'content')}, got 'a' for turn 3 in line 1 of CHATS. Correct",
     ),
@@ -367,7 +371,7 @@ def test_a_line_whose_fields_do_not_fit_is_named(tmp_path: Path) -> None:
         assert_says(error, f"DataError: {text}")
 
 
-LAST = SFTFields(turns=Turns("last"))
+LAST, EACH = SFTOptions(turns=Turns("last")), SFTOptions(turns=Turns("each"))
 
 
 def told_of_formats(folder: Path) -> list[str | None]:
@@ -397,16 +401,71 @@ def test_turns_need_a_format_that_trains_on_answers_alone(tmp_path: Path) -> Non
         assert_says(error, text)
 
 
+END = 1
+"""Stands behind each conversation in Megatron-LM 0.16, whose wheel lacks its data set."""
+
+
+class EndedConversations:
+    """A tokenizer of Megatron's, from which `SFTDataset` makes the packs of Megatron-LM 0.16."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def tokenize_conversation(self, conversation: Any, return_target: bool, **flags: Any) -> Any:
+        result = self._tokenizer.tokenize_conversation(conversation, return_target, **flags)
+        return tuple(numpy.append(x, END) for x in result) if return_target else result
+
+
+def ended_masks(folder: Path) -> list[Any]:
+    """Megatron's mask of a pack of conversations with an end, and those of turns."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    stand_in_for_libraries()
+    tokenizer = MegatronTokenizer.from_pretrained(
+        "none", metadata_path={"library": "sft"}, prompt_format="nemotron-h-aligned"
+    )
+    path = folder / "chats.jsonl"
+    two_turns = [("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "fgh")]
+    unanswered = [("user", "abc")]
+    path.write_text(line_of([[("system", "s"), *turns] for turns in (two_turns, unanswered)]))
+    dataset = sft_data(path, EndedConversations(tokenizer))
+    items = [dataset[0], *(x.read_item(dataset[0], dataset, 0) for x in (LAST, EACH))]
+    return [item["loss_mask"].tolist() for item in items]
+
+
+def test_the_end_of_a_conversation_is_of_its_last_message(tmp_path: Path) -> None:
+    (masks,) = run_host_ranks(ended_masks, 1, tmp_path, initialized=False)
+    # sabcdefgh and the end: cd is predicted at 2 and 3, fgh and the end at 5 to 8; 2 of padding;
+    # sabc and the end, which Megatron trains behind a question, too, at 15.
+    quarters, halves = [1 / 4] * 4, [1 / 2] * 2
+    starts = [
+        [0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1],  # Megatron's, without flags
+        [0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0],  # last
+        [0, 0, *halves, 0, *quarters, 0, 0, 0, 0, 0, 0, 0],  # each
+    ]
+    assert masks == [start + [0] * (SEQ_LENGTH - 16) for start in starts]
+
+
+def test_lines_are_counted_up_to_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("{}\n \n{}\n\n{}\n{}")
+    assert [count_lines(path, most) for most in (1, 3, 4, 9)] == [1, 3, 4, 4]
+
+
 @pytest.mark.parametrize(
-    "fields, key", [(PROMPTS, "token_prompt_id"), (WEIGHTS, "token_weight"), (LAST, "has_turns")]
+    "options, key",
+    [(PROMPTS, "token_prompt_id"), (WEIGHTS, "token_weight"), (LAST, "is_masked_by_turns")],
 )
-def test_packs_without_the_values_are_refused(fields: SFTFields, key: str) -> None:
+def test_packs_without_the_values_are_refused(options: SFTOptions, key: str) -> None:
     """Megatron's scheduler drops them, and data that are no lines of JSON have none."""
     pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
     for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
         keys = f"over lines of JSON that keep their '{key}', got ['cu_seqlens'"
-        text = f"{fields.flag} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
-        assert_says(error_of(fields.reader(), batch), f"DataError: {text}")
+        text = f"{options.flag} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
+        assert_says(error_of(options.reader(), batch), f"DataError: {text}")
 
 
 def test_rows_of_earlier_megatrons_are_refused() -> None:
