@@ -189,6 +189,8 @@ DOCTOR = {
     f"{SFT} {MODE} --data-path CHATS --split 999,1,0": "FAIL: HostError: ... none for validation from",
     f"{SFT} {MODE} --data-path CHATS --split 0.001,1,0": "FAIL: HostError: ... none for training from",
     f"{SFT} {MODE} --data-path CHATS --split 90,10,0": "OK: prompt_mean",
+    # Of 4 lines there would be 2, 0 and 2, as Python rounds 1.5 and 2.5 to 2.
+    f"{SFT} {MODE} --data-path CHATS --split 3,2,3": "OK: prompt_mean",
     f"{SFT} {MODE} --data-path CHATS --eval-iters 0": "OK: prompt_mean",
     f"{SFT} {MODE} --data-path nowhere.jsonl": "OK: prompt_mean",
     # As on a login node.
