@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from megatron_loss_agg.aggregation import BY_ID, LossAggregation, Unit
 from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.ids import id_source
+from megatron_loss_agg.ids import ids_key
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
     Microbatch,
@@ -427,8 +427,8 @@ def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
         )
     argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
     return (
-        f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument} "
-        f"({id_source(unit)}), by with_ids where Megatron packs samples, or choose a mode "
+        f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument}, or "
+        f"{ids_key(unit)}, which with_ids keeps where Megatron packs samples, or choose a mode "
         f"without {unit}s (--loss-aggregation)."
     )
 

@@ -17,12 +17,10 @@ Ids = Tensor | Sequence[int] | Sequence[str]
 """One id per sample: int64 [samples], ints, or strings."""
 
 
-def id_source(unit: str) -> str:
-    """Where batches have the ids of ``unit``, in words."""
-    key = f"the batch key '{unit}_ids', int64 [samples]"
-    if unit == "prompt":
-        key += ", or for Megatron's --sft --loss-aggregation-sft-prompt-field FIELD"
-    return key
+def ids_key(unit: str) -> str:
+    """The batch key with the ids of ``unit``, in words."""
+    sft = ", or Megatron's --sft with --loss-aggregation-sft-prompt-field FIELD"
+    return f"the batch key '{unit}_ids' (int64 [samples]{sft if unit == 'prompt' else ''})"
 
 
 def ids_from(name: str, values: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import BY_ID, Term, Unit, units_by_id
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.ids import id_source
+from megatron_loss_agg.ids import ids_key
 from megatron_loss_agg.mcore.packs import OFFSET_KEYS, pack_offsets
 from megatron_loss_agg.microbatch import (
     BY_SAMPLE,
@@ -199,10 +199,11 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     microbatch = Microbatch(mask, ids=ids, model_inputs=inputs, **offsets, **by_sample)
     missing = [unit for unit in units if microbatch.ids_of(unit) is None]
     if missing and microbatch.num_samples:
+        keys = " and ".join(f"'{unit}_ids'" for unit in missing)
         raise DataError(
-            f"a batch must have {' and '.join(repr(f'{unit}_ids') for unit in missing)}, an id for each "
-            f"sample, got the keys {batch_keys(batch)}. Add {' and '.join(map(id_source, missing))}, or "
-            "choose another mode or levels (--loss-aggregation, --loss-aggregation-levels)."
+            f"a batch must have {keys}, an id for each sample, got the keys {batch_keys(batch)}. Add "
+            f"{' and '.join(map(ids_key, missing))}, or choose another mode or levels "
+            "(--loss-aggregation, --loss-aggregation-levels)."
         )
     return microbatch
 

@@ -138,8 +138,9 @@ REFUSED: list[tuple[Callable[[Any], Any], Any, str]] = [
         reader_for(read_batch, MISSPELT),
         OF_SESSIONS,
         r"^a batch must have 'prompt_ids' and 'sesion_ids', .*, got the keys \['loss_mask', "
-        r"'position_ids', 'prompt_id', 'session_ids'\]. Add .*--sft "
-        r"--loss-aggregation-sft-prompt-field FIELD .*--loss-aggregation-levels",
+        r"'position_ids', 'prompt_id', 'session_ids'\]. Add the batch key 'prompt_ids' \(int64 "
+        r"\[samples\], or Megatron's --sft with --loss-aggregation-sft-prompt-field FIELD\) and the "
+        r"batch key 'sesion_ids' \(int64 \[samples\]\), or choose .*--loss-aggregation-levels",
     ),
 ]
 

@@ -458,12 +458,15 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     (DataError, RISING, partial(predicting_mask, torch.ones(4), tensor([0, 6]))),
     (
         DataError,
-        "^mode 'prompt_mean' groups by prompt, and a microbatch has no prompt_ids. Give prompt_ids=",
+        "^mode 'prompt_mean' groups by prompt, and a microbatch has no prompt_ids. Give prompt_ids=, "
+        r"or the batch key 'prompt_ids' \(int64 \[samples\], or Megatron's --sft with "
+        r"--loss-aggregation-sft-prompt-field FIELD\), which with_ids keeps where Megatron packs "
+        r"samples, or choose a mode without prompts \(--loss-aggregation\).$",
         weighing(agg=PROMPT_MEAN),
     ),
     (
         DataError,
-        r"^mode 'nested_mean' groups by turn, .* no turn_ids. Give ids=\{'turn': ...\} \(the batch key",
+        r"^mode 'nested_mean' groups by turn, .* no turn_ids. Give ids=\{'turn': ...\}, or the batch",
         weighing(agg=TURNS),
     ),
     (

@@ -23,7 +23,7 @@ from megatron_loss_agg.aggregation import (
 from megatron_loss_agg.collectives import broadcast_result, failing_together
 from megatron_loss_agg.counting import StepCounts, check_fields, coefficients, counts_of
 from megatron_loss_agg.errors import DataError, OptionError
-from megatron_loss_agg.ids import id_source
+from megatron_loss_agg.ids import ids_key
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
 from megatron_loss_agg.mcore.reports import MicrobatchLoss, aggregated_pair
@@ -153,8 +153,7 @@ def _missing_ids(plan: StepPlan, aggregations: Sequence[LossAggregation]) -> Dat
     unit = next(unit for unit in agg.by_id if unit not in plan.ids_S)
     return DataError(
         f"{agg.label!r} of also groups by {unit}, and a microbatch has no {unit}_ids. Give them in "
-        f"every batch ({id_source(unit)}), or remove that mode (also=, or "
-        "--loss-aggregation-also)."
+        f"every batch, as {ids_key(unit)}, or remove that mode (also=, or --loss-aggregation-also)."
     )
 
 
