@@ -251,10 +251,11 @@ class LossAggregation:
                 f"sample last, got {levels!r}. Give {', '.join(_COUNTABLE)} or ids of another "
                 "name, such as prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
             )
-        if len(levels) == 1 and f"{levels[0]}_mean" in MODES:
+        mean = f"{levels[0]}_mean"
+        if mean in MODES and MODES[mean].path == (*levels,):
             raise OptionError(
                 f"nested_mean must have levels beside {levels[0]!r}, got it alone, which is "
-                f"{levels[0]}_mean. Choose that mode, or add levels (levels=, or "
+                f"{mean}. Choose that mode, or add levels (levels=, or "
                 "--loss-aggregation-levels)."
             )
         object.__setattr__(self, "levels", (*levels,))

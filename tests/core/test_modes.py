@@ -95,6 +95,15 @@ def test_a_mean_of_three_levels_divides_by_the_groups_of_each():
     assert_same(plan.coefficients(0), expected, 1e-15)
 
 
+@pytest.mark.parametrize("unit", ["token", "nested"])
+def test_ids_named_like_another_mode_group_as_ids_do(unit):
+    agg = aggregation("nested_mean", levels=[unit])
+    microbatch = Microbatch(torch.ones(3, 2), ids={unit: [0, 0, 1]})
+    # 2 groups, of 4 and 2 tokens
+    expected = [1 / 8, 1 / 8, 1 / 4]
+    assert_same(StepPlan.build(agg, [microbatch]).coefficients(0), expected, 1e-15)
+
+
 def test_a_group_without_tokens_weighs_as_its_samples_do():
     weights = torch.tensor([3.0, 2.0, 6.0], dtype=F64)
     prompts = aggregation("prompt_mean", sample_weights="count")
