@@ -34,6 +34,16 @@ def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
+def print_lines(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print `in_lines`, with the title as a rule that the eye finds in a long log.
+
+    On a terminal the rule is in colour.
+    """
+    rule = f"==== {title} ".ljust(_WIDTH, "=")
+    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(in_lines(f"\033[1;36m{rule}\033[0m" if is_coloured else rule, rows), flush=True)
+
+
 def title_and_weights(
     terms: Mapping[str, Term], formulas: Mapping[str, str], who: str = ""
 ) -> tuple[str, list[tuple[str, str]]]:
@@ -46,19 +56,12 @@ def title_and_weights(
     title = f"loss aggregation of the {who}: " if who else "loss aggregation: "
     (name, term), *others = terms.items()
     if not others and _is_mode_name(name, term):
-        return _head_line(title + _term_in_words(name, term)), [("weight", formulas[name])]
+        return title + _term_in_words(name, term), [("weight", formulas[name])]
     total = " + ".join(_multiplied(name, term) for name, term in terms.items())
-    return _head_line(title + total), [
+    return title + total, [
         (name, f"{aggregation_in_words(term.aggregation)}; {formulas[name]}")
         for name, term in terms.items()
     ]
-
-
-def _head_line(title: str) -> str:
-    """``title`` as a rule that the eye finds in a long log, in colour on a terminal."""
-    line = f"==== {title} ".ljust(_WIDTH, "=")
-    is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return f"\033[1;36m{line}\033[0m" if is_coloured else line
 
 
 def terms_in_words(terms: Mapping[str, Term]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_loss_agg.aggregation import LossAggregation, Term
 from megatron_loss_agg.collectives import gather_objects
-from megatron_loss_agg.describe import counts_in_words, formula, in_lines, title_and_weights
+from megatron_loss_agg.describe import counts_in_words, formula, print_lines, title_and_weights
 from megatron_loss_agg.frameworks.refusals import BATCHES, refused
 from megatron_loss_agg.launch.flags import VARIABLE, aggregation_from_environment
 from megatron_loss_agg.plan import StepPlan
@@ -155,7 +155,7 @@ def print_first_lines(plan: StepPlan, model_name: str = "") -> None:
     agg, counts = plan.aggregation, plan.counts
     weight = formula(agg, None if plan.is_empty else counts)
     title, rows = title_and_weights({agg.mode: Term(agg)}, {agg.mode: weight}, model_name)
-    print(in_lines(title, [*rows, ("counts", counts_in_words(counts))]), flush=True)
+    print_lines(title, [*rows, ("counts", counts_in_words(counts))])
 
 
 def _is_first_print(model_name: str) -> bool:

@@ -13,6 +13,7 @@ from megatron_loss_agg.describe import (
     formula,
     in_lines,
     number_of,
+    print_lines,
     title_and_weights,
 )
 from megatron_loss_agg.mcore.call import Call
@@ -47,8 +48,7 @@ def print_first_lines(
         if hook.also:
             rows.append(("also", ", ".join(x.label for x in hook.also)))
         factor = hook.verified.factor
-        lines = first_lines(call, plans, without_tokens, _split_in_words(hook), factor, rows)
-        print(lines, flush=True)
+        print_lines(*first_lines(call, plans, without_tokens, _split_in_words(hook), factor, rows))
         warn_of_restarting_ids(plans)
 
 
@@ -63,7 +63,7 @@ def print_end_counted_lines(hook: LossHook, call: Call, denominator: float) -> N
         rows.append(("split", f"{_split_in_words(hook)}, over context-parallel ranks"))
     rows += [(name, str(value)) for name, value in hook.settings.items()]
     rows.append(("measured", factor_in_words(hook.verified.factor)))
-    print(in_lines(title, rows), flush=True)
+    print_lines(title, rows)
 
 
 def first_lines(
@@ -73,8 +73,10 @@ def first_lines(
     split: str,
     factor: float | None,
     extra_rows: Iterable[tuple[str, str]],
-) -> str:
+) -> tuple[str, list[tuple[str, str]]]:
     """The terms, counts and settings of a training step, or of a call of an evaluation.
+
+    A title, and a text for each label.
 
     Args:
         without_tokens: True if every token is masked or rejected.
@@ -99,7 +101,7 @@ def first_lines(
     rows += extra_rows
     if call.trains:
         rows.append(("measured", factor_in_words(factor)))
-    return in_lines(title, rows)
+    return title, rows
 
 
 def audit_lines(factor: float | None, scale: MegatronScale) -> str:
@@ -123,9 +125,9 @@ def _split_in_words(hook: LossHook) -> str:
 
 
 def _counts(plan: StepPlan) -> str:
-    kinds = {_kind_of_sample(x) for x in plan.microbatches}
-    unit = "loss" if kinds and kinds <= {"pairs", "one loss each"} else "token"
-    return counts_in_words(plan.counts, " and ".join(sorted(kinds, reverse=True)), unit)
+    kinds = sorted({_kind_of_sample(x) for x in plan.microbatches}, reverse=True)
+    are_losses = bool(kinds) and all(x.has_losses_by_sample for x in plan.microbatches)
+    return counts_in_words(plan.counts, " and ".join(kinds), "loss" if are_losses else "token")
 
 
 def _kind_of_sample(microbatch: Microbatch) -> str:

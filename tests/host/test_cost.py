@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation, Term
-from megatron_loss_agg.describe import title_and_weights
+from megatron_loss_agg.describe import print_lines, title_and_weights
 from megatron_loss_agg.mcore import LossHook
 from tests.core.operations import WAITS, Operations
 from tests.host import gpt, pipeline_parallel
@@ -160,15 +160,20 @@ class Terminal(io.StringIO):
 
 
 def test_the_first_line_is_in_colour_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"token_mean": Term(PRESET)}, {"token_mean": ""}
+    title, _ = title_and_weights({"token_mean": Term(PRESET)}, {"token_mean": ""})
     plain = "==== loss aggregation: token_mean (verl/token-mean) ".ljust(80, "=")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for stream, line in ((io.StringIO(), plain), (Terminal(), f"\033[1;36m{plain}\033[0m")):
+    coloured = f"\033[1;36m{plain}\033[0m"
+
+    def printed(stream: io.StringIO) -> str:
         with contextlib.redirect_stdout(stream):
-            assert title_and_weights(*arguments)[0] == line
+            print_lines(title, [])
+        return stream.getvalue()
+
+    assert printed(io.StringIO()) == f"{plain}\n"
+    assert printed(Terminal()) == f"{coloured}\n"
     monkeypatch.setenv("NO_COLOR", "1")
-    with contextlib.redirect_stdout(Terminal()):
-        assert title_and_weights(*arguments)[0] == plain
+    assert printed(Terminal()) == f"{plain}\n"
 
 
 COUNTS = f"10 samples (packed sequences), 7 rollouts, 4 prompts, {TOKENS:g} tokens"
