@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from megatron_loss_agg.microbatch import (
 )
 from megatron_loss_agg.tensors import described
 
-_T = TypeVar("_T")
 ReadBatch = Callable[[Any], TermMicrobatches]
 """One batch -> its microbatch."""
 ReadStep = Callable[[Any, int], Sequence[TermMicrobatches]]
@@ -96,48 +95,6 @@ class DrawnBatches:
             f"the forward steps must take one batch for each of the {self._number} microbatches, got "
             f"{got}. Call next(data_iterator) once each, or give LossHook(read_step=...)."
         )
-
-
-class BatchReader:
-    """Reads each batch of ``source`` when a forward step draws it."""
-
-    def __init__(self, source: Any, read_batch: ReadBatch) -> None:
-        self._source = source
-        self._read_batch = read_batch
-        self._microbatches: list[TermMicrobatches | Exception] = []
-        self.note_batch: Callable[[int, TermMicrobatches, Any], None] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._source)
-        try:
-            microbatch = self._read_batch(batch)
-            if self.note_batch is not None:
-                self.note_batch(0, microbatch, batch)
-            self._microbatches.append(microbatch)
-        except Exception as error:
-            # Raised by `taken`: before that, other tensor-parallel ranks wait for this batch.
-            self._microbatches.append(error)
-        return batch
-
-    def taken(self) -> TermMicrobatches:
-        """The microbatch of the batch that a forward step has drawn.
-
-        Raises:
-            DataError: it has drawn none, or several; or as ``read_batch`` raises.
-        """
-        microbatches, self._microbatches = self._microbatches, []
-        if len(microbatches) != 1:
-            raise DataError(
-                f"a forward step must draw one batch, got {len(microbatches)}. Call "
-                "next(data_iterator) once, or count the step before (without "
-                "--loss-aggregation-count end)."
-            )
-        if isinstance(microbatches[0], Exception):
-            raise microbatches[0]
-        return microbatches[0]
 
 
 def is_by_sample(key: str) -> bool:

@@ -35,7 +35,7 @@ from megatron_loss_agg.collectives import (
     failing_together,
 )
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.mcore.batches import BatchReader
+from megatron_loss_agg.mcore.batches import ReadBatch
 from megatron_loss_agg.mcore.call import Call, innermost
 from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, has_indexer_loss
 from megatron_loss_agg.mcore.checks.sums import note_sums
@@ -53,6 +53,7 @@ from megatron_loss_agg.mcore.reports import report_denominator
 from megatron_loss_agg.mcore.scale import StreamScale
 from megatron_loss_agg.mcore.split import TermSamples, sums_of_samples, weights_on_rank
 from megatron_loss_agg.mcore.step import Plans, Step, counted, empty_step_error, is_empty
+from megatron_loss_agg.microbatch import TermMicrobatches
 from megatron_loss_agg.plan import StepPlan, broadcast_plans, plan_of_first_term, recounted
 from megatron_loss_agg.report import Sum
 
@@ -383,6 +384,48 @@ class EndCountedStep(Step):
         is_empty_step = self.tally.compare(call, must_compare(self.hook, self.is_first))
         check_total(call, self._total)
         end_step(self.hook, call, self._total, is_empty_step)
+
+
+class BatchReader:
+    """Reads each batch of ``source`` when a forward step draws it."""
+
+    def __init__(self, source: Any, read_batch: ReadBatch) -> None:
+        self._source = source
+        self._read_batch = read_batch
+        self._microbatches: list[TermMicrobatches | Exception] = []
+        self.note_batch: Callable[[int, TermMicrobatches, Any], None] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        try:
+            microbatch = self._read_batch(batch)
+            if self.note_batch is not None:
+                self.note_batch(0, microbatch, batch)
+            self._microbatches.append(microbatch)
+        except Exception as error:
+            # Raised by `taken`: before that, other tensor-parallel ranks wait for this batch.
+            self._microbatches.append(error)
+        return batch
+
+    def taken(self) -> TermMicrobatches:
+        """The microbatch of the batch that a forward step has drawn.
+
+        Raises:
+            DataError: it has drawn none, or several; or as ``read_batch`` raises.
+        """
+        microbatches, self._microbatches = self._microbatches, []
+        if len(microbatches) != 1:
+            raise DataError(
+                f"a forward step must draw one batch, got {len(microbatches)}. Call "
+                "next(data_iterator) once, or count the step before (without "
+                "--loss-aggregation-count end)."
+            )
+        if isinstance(microbatches[0], Exception):
+            raise microbatches[0]
+        return microbatches[0]
 
 
 @dataclass(frozen=True)
