@@ -174,7 +174,7 @@ class Microbatch:
 
     @property
     def has_losses_by_sample(self) -> bool:
-        """Whether it is of `of_samples`, or of rows of one token, which is the same."""
+        """Whether a loss is one number by sample: made by `of_samples`, or rows of one token."""
         has_one_token = self.cu_seqlens is None and self.loss_mask.shape[1:] == (1,)
         return self.sequences is not None or has_one_token
 

@@ -109,8 +109,8 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
         # A template that drops the thoughts of earlier turns has no one mask for the whole chat.
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise DataError(
-                "the chat template must write a turn alike whatever follows it, got another "
-                f"text for turn {k + 1} in {where}. Write the masks yourself, and give them "
+                "the chat template must render a turn the same whatever follows it, got other "
+                f"tokens for turn {k + 1} in {where}. Write the masks yourself, and give them "
                 "by --jsonl, or by --data FILE."
             )
         turn_T[len(before) : len(after)] = [k + 1] * (len(after) - len(before))

@@ -23,16 +23,16 @@ def tables(
     samples: Sequence[Sample], shares: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
     """Two tables, of shares and of weights; and the formulas."""
-    keys, parts = rows_and_parts(torch.tensor([sample.tokens for sample in samples]).double())
-    are_few = len(parts) == len(samples)
+    keys, members = rows_and_members(torch.tensor([sample.tokens for sample in samples]).double())
+    are_few = len(members) == len(samples)
     if are_few:
         for name in COLUMNS:
             if getattr(samples[0], name) is not None:
                 keys[name] = [shortened(getattr(sample, name)) for sample in samples]
     percent, weights = {}, {}
     for name, s in shares.items():
-        percent[name] = [f"{100 * float(s.fractions[is_in_S].sum()):.3g}" for is_in_S in parts]
-        weights[name] = [span(s.relative_to_token_mean[is_in_S], ".4g") for is_in_S in parts]
+        percent[name] = [f"{100 * float(s.fractions[is_in_S].sum()):.3g}" for is_in_S in members]
+        weights[name] = [span(s.relative_to_token_mean[is_in_S], ".4g") for is_in_S in members]
     lines = [
         f"Share of the gradient: the {'sample' if are_few else 'quarter'}'s part of the sum of all "
         "weights, in percent",
@@ -55,22 +55,22 @@ def tables(
     return "\n".join(lines)
 
 
-def rows_and_parts(tokens_S: Tensor) -> tuple[dict[str, list[str]], list[Tensor]]:
+def rows_and_members(tokens_S: Tensor) -> tuple[dict[str, list[str]], list[Tensor]]:
     """The first columns of a table, and the samples of each row: bool [samples].
 
     A row is a sample; or of many samples a quarter, by length, of those with tokens. Samples of
     equal length are in one quarter, so that there may be fewer than four.
     """
     if len(tokens_S) <= _MOST_ROWS:
-        parts = [*torch.eye(len(tokens_S), dtype=torch.bool)]
+        members = [*torch.eye(len(tokens_S), dtype=torch.bool)]
         first = {"sample": [str(s) for s in range(len(tokens_S))]}
     else:
         lengths = tokens_S[tokens_S > 0].sort().values
         cuts = lengths[[len(lengths) * k // 4 for k in range(4) if len(lengths)]].unique()
         quarter_S = torch.bucketize(tokens_S, cuts, right=True)  # 0: without tokens
-        parts = [quarter_S == k for k in range(1, len(cuts) + 1)]
-        first = {"samples": [f"{int(is_in_S.sum()):,}" for is_in_S in parts]}
-    return {**first, "tokens": [span(tokens_S[is_in_S], ".10g") for is_in_S in parts]}, parts
+        members = [quarter_S == k for k in range(1, len(cuts) + 1)]
+        first = {"samples": [f"{int(is_in_S.sum()):,}" for is_in_S in members]}
+    return {**first, "tokens": [span(tokens_S[is_in_S], ".10g") for is_in_S in members]}, members
 
 
 def span(x: Tensor, form: str = ".2f") -> str:

@@ -26,7 +26,7 @@ from megatron_loss_agg.aggregation import words_in
 from megatron_loss_agg.counting import sums_by_sample
 from megatron_loss_agg.cp_layout import CPLayout
 from megatron_loss_agg.errors import OptionError
-from megatron_loss_agg.explain.show import aligned, rows_and_parts, span
+from megatron_loss_agg.explain.show import aligned, rows_and_members, span
 from megatron_loss_agg.microbatch import Microbatch
 
 _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -245,7 +245,7 @@ class StockRun(NamedTuple):
     """Of a token, as a multiple of token_mean's: fp64 [cells]."""
     sum_N: Tensor
     """The sum of all weights, ``sum_t w_t``, of each step with loss tokens, fp64."""
-    empty_parts: float
+    empty_fraction: float
     """The fraction of parts without a loss token, of steps that have one."""
     parts_N: Tensor
     """int64: parts of each step: its microbatches, each on each of its context-parallel ranks."""
@@ -286,7 +286,7 @@ class StockRun(NamedTuple):
             flags=flags,
             weight_C=weight_C,
             sum_N=(sum_N / cells.tokens_N)[has_tokens_N],
-            empty_parts=float(is_empty.double().mean()),
+            empty_fraction=float(is_empty.double().mean()),
             parts_N=parts_N,
         )
 
@@ -299,8 +299,8 @@ WHOLE_MICROBATCHES = (
 
 def in_words(cells: Cells, run: StockRun) -> str:
     """The weights, and their sum in a step, in words and as a table."""
-    keys, parts = rows_and_parts(cells.tokens_S)
-    weights = [span(run.weight_C[is_in_S[cells.sample_C]]) for is_in_S in parts]
+    keys, members = rows_and_members(cells.tokens_S)
+    weights = [span(run.weight_C[is_in_S[cells.sample_C]]) for is_in_S in members]
     total = f"{float(run.sum_N.mean()):.2f}"
     lines = [
         f"Stock Megatron gives a token {span(run.weight_C)} times its weight in token_mean.",
@@ -308,7 +308,7 @@ def in_words(cells: Cells, run: StockRun) -> str:
         f"its gradient is about {total} times that of a mean with the same relative weights.",
         f"{_moved_percent(cells, run):.1f} % of the weight is on other tokens than in token_mean,",
         "if both sums are scaled to 1.",
-        f"{100 * run.empty_parts:.1f} % of the parts (microbatches on one context-parallel rank)",
+        f"{100 * run.empty_fraction:.1f} % of the parts (microbatches on one context-parallel rank)",
         "have no loss token, and add 0 to the mean over parts.",
         f"steps: {len(cells.rows_N):,}, of {span(cells.rows_N, ',.15g')} rows; "
         f"samples: {len(cells.row_S):,}; loss tokens: {float(cells.tokens_S.sum()):,.15g}",

@@ -102,8 +102,8 @@ REFUSED = {
         "null in FOLDER/unsaid.jsonl:1. Write it"
     ),
     "drops_answers": (
-        "DataError: the chat template must write a turn alike whatever follows it, got another "
-        "text for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
+        "DataError: the chat template must render a turn the same whatever follows it, got other "
+        "tokens for turn 2 in FOLDER/chats.jsonl:2. Write the masks yourself"
     ),
     "plain": (
         "OptionError: --tokenizer must have a chat template for these messages, got ValueError: "

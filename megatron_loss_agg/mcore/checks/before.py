@@ -132,7 +132,10 @@ def _check_optimizer_instances(settings: Any, wrapper_settings: Any) -> None:
 
 
 def has_transformer_engine_loss(settings: Any) -> bool:
-    """Whether Transformer Engine computes the cross entropy. Without it Megatron raises an error."""
+    """Whether the flags select Transformer Engine's cross entropy.
+
+    Megatron raises an error if that is not installed.
+    """
     is_fused = getattr(settings, "cross_entropy_loss_fusion", False)
     return is_fused and getattr(settings, "cross_entropy_fusion_impl", "") == "te"
 

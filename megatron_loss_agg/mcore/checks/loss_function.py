@@ -63,8 +63,8 @@ def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
 
     Waits for the device.
     """
-    columns = [[y.double() for y in x[1:]] for x in results]
-    numbers = torch.stack([torch.stack(column) for column in columns]).tolist()
+    rows = [(x.fits, x.shows_factors, x.loss, x.masked_sum) for x in results]
+    numbers = torch.stack([torch.stack([y.double() for y in row]) for row in rows]).tolist()
     for fits, _, loss, masked_sum in numbers:
         if not fits:
             raise HostError(
