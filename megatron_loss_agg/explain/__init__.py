@@ -157,8 +157,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("lengths", *LISTS, "modes", "levels"):
         if (words := getattr(args, name)) is not None:
             setattr(args, name, words_in(" ".join(words)))
-    sources = [name for name in ("lengths", "jsonl", "chats", "data") if getattr(args, name)]
-    if len(sources) != 1 and (sources or args.data is None):
+    options = ("lengths", "jsonl", "chats", "data")
+    sources = [name for name in options if getattr(args, name) is not None]
+    if sources == ["chats", "data"] and not args.data:
+        sources = ["chats"]  # each chat is a row of the run
+    if len(sources) != 1:
         raise OptionError(
             "explain must have one source of samples, got "
             f"{' and '.join(f'--{name}' for name in sources) or 'none'}. Give one of --lengths, "
@@ -167,7 +170,12 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if (args.chats is None) != (args.tokenizer is None):
         missing = "--tokenizer" if args.tokenizer is None else "--chats"
         raise OptionError(f"--chats and --tokenizer must stand together, got no {missing}. Add it.")
-    is_run = args.data is not None
+    is_run, run_flags = args.data is not None, list(argv[end + 1 :])
+    if run_flags and not is_run:
+        raise OptionError(
+            f"a run's script and flags after -- need --data, got {run_flags[0]} without it. Add --data, "
+            "or remove what is after --."
+        )
     has_effect = {
         **dict.fromkeys(LISTS, args.lengths is not None),
         **dict.fromkeys(("divisor", "levels", "empty", "modes", "json", "plot"), not is_run),
@@ -177,7 +185,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "sft_weight_field": args.chats is not None and not is_run,
     }
     for name in has_effect:
-        if getattr(args, name) and not has_effect[name]:
+        if getattr(args, name) is not None and not has_effect[name]:
             source = "data" if is_run else sources[0]
             raise OptionError(
                 f"--{name.replace('_', '-')} must stand beside another source than --{source}, got "
@@ -187,7 +195,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise OptionError(
             "--sft-weight-field needs --sample-weights count or skip, got none. Add it."
         )
-    return args, list(argv[end + 1 :])
+    return args, run_flags
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -263,7 +271,9 @@ def _parser() -> argparse.ArgumentParser:
         help="modes or presets (default: all modes but custom)",
     )
     modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
-    modes.add_argument("--json", action="store_true", help="print a JSON object, not a text")
+    modes.add_argument(
+        "--json", action="store_true", default=None, help="print a JSON object, not a text"
+    )
     modes.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     modes.add_argument(
         "--levels",

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -132,21 +131,26 @@ def divides_by_whole_microbatch() -> bool:
 
     No release to 0.19 does: a rank divides by its own, which is finding 9 of Megatron-LM's issue 7452.
     Looked up in the source, since Megatron's import takes seconds, and fails on some login nodes: the
-    function that divides then names a process group or a reduction. Without Megatron: False.
+    function that divides, or one that it calls there, then calls a reduction. Without Megatron: False.
     """
     spec = find_spec("megatron")
     folders = (spec and spec.submodule_search_locations) or []
     files = [Path(folder, "core/pipeline_parallel/schedules.py") for folder in folders]
     source = next((file.read_text("utf-8") for file in files if file.is_file()), "")
-    names = {
-        name
-        for function in ast.parse(source).body
-        if isinstance(function, ast.FunctionDef) and function.name == "forward_step_calc_loss"
-        for node in ast.walk(function)
-        for field in ("id", "attr", "arg")
-        if isinstance(name := getattr(node, field, None), str)
-    }
-    return any(re.search(r"all_reduce|(cp|context_parallel)_group$", name) for name in names)
+    functions = {x.name: x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef)}
+    called = {"forward_step_calc_loss"}
+    while (
+        more := {x for name in called & functions.keys() for x in _calls(functions[name])} - called
+    ):
+        called |= more
+    return any("reduce" in name for name in called)
+
+
+def _calls(function: ast.FunctionDef) -> Iterator[str]:
+    """The names of the functions that it calls, without their modules."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func).rpartition(".")[2]
 
 
 @dataclass(frozen=True)

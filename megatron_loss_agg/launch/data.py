@@ -22,7 +22,8 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
 
     They come as ``pretrain_gpt.py`` builds them, in the order of Megatron's sequential sampler:
     from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, or else `GPTDataset`.
-    Their indices are built in a temporary folder. Masks of ``--sft`` are by the turns of our flags.
+    Their indices are built in a temporary folder. Masks of ``--sft`` are by the turns of our flags,
+    in ``argv`` or in the environment.
 
     Raises:
         OptionError: there is no `megatron.training`, a flag or a file is missing, or Megatron
@@ -39,8 +40,10 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
             f"explain --data needs megatron.training to read data, got {error}. Put a checkout of "
             "Megatron-LM on PYTHONPATH, or give --data FILE with lengths or loss masks."
         ) from error
+    our_flags, others = flags.process_flags(argv)
     parser = add_megatron_arguments(flags.Parser(add_help=False, allow_abbrev=False))
-    args, _ = flags.add_arguments(parser).parse_known_args(argv)
+    args, _ = parser.parse_known_args(others)
+    vars(args).update(our_flags)
     flags.hook_options(args)  # checks their words
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -127,6 +130,11 @@ def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> No
             "explain --data needs --seq-length and either --data-path or --mock-data after --, "
             "without --fim-data. Add them, or give --data a file of lengths or loss masks if the "
             "script has other data sets."
+        )
+    fields = sft.SFTFields.of(args)
+    if fields.flags and not args.sft:
+        raise OptionError(
+            f"{fields.flag} needs Megatron's --sft, got none. Add --sft, or remove the flag."
         )
     if args.dataloader_type not in (None, "single"):
         raise OptionError(

@@ -264,6 +264,18 @@ BAD_ARGUMENTS = {
     f"--data no/such/file {ONE_ROW}": (
         "OptionError: --data must name a readable text file, got no/such/file "
     ),
+    **{
+        f"--data {words} {ONE_ROW}": (
+            f"OptionError: explain must have one source of samples, got {words.split()[0]} and --data. "
+        )
+        for words in ("--jsonl x", "--lengths 1,2")
+    },
+    "--chats x --tokenizer y -- --seq-length 4": (
+        "OptionError: a run's script and flags after -- need --data, got --seq-length without it. Add"
+    ),
+    f"--data x --divisor 0 {ONE_ROW}": (
+        "OptionError: --divisor must stand beside another source than --data, got both. Remove one of"
+    ),
     "--data x -- pretrain_gpt.py --micro-batch-size 2": f"{SIZES}got 0 and 2. Give the run's own ",
     "--data x -- --micro-batch-size 2 --global-batch-size 3": f"{SIZES}got 3 and 2. Give the run's",
     "--data": (
@@ -457,12 +469,21 @@ def test_a_megatron_that_divides_by_whole_microbatches_is_told_by_its_source(
     )
     stock = installed.read_text()
     assert stock.count(local) == 1
+    inline = stock.replace(local, whole.format(" " * 20) + local)
+    by_function = stock.replace(local, f"num_tokens = whole(num_tokens, x)\n{' ' * 20}{local}")
+    by_function += f"\n\ndef whole(num_tokens, x):\n    {whole.format(' ' * 4)}return num_tokens\n"
+    # A process group in place of its size reduces nothing.
+    refactored = stock.replace("cp_group_size=None", "cp_group=None")
+    assert refactored != stock
     (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text(stock.replace(local, whole.format(" " * 20) + local))
     monkeypatch.syspath_prepend(str(tmp_path))
-    fixed = printed(capsys, *data, "2")
-    assert "(M_part * 4)" in by_rank and fixed.startswith(printed(capsys, *data, "1").rstrip())
-    assert "finding 9" in fixed and "finding 9" not in by_rank
+    outputs = []
+    for source in (inline, by_function, refactored):
+        (tmp_path / path).write_text(source)
+        outputs.append(printed(capsys, *data, "2"))
+    assert outputs == [outputs[0]] * 2 + [by_rank]
+    assert "(M_part * 4)" in by_rank and "finding 9" not in by_rank
+    assert outputs[0].startswith(printed(capsys, *data, "1").rstrip()) and "finding 9" in outputs[0]
 
 
 def test_parts_and_steps_without_tokens_shrink_weights_and_move_none(capsys, tmp_path):

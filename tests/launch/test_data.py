@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
 import torch
 
 from megatron_loss_agg.launch.data import read
+from megatron_loss_agg.launch.flags import VARIABLE
 from tests.host.harness import run_host_ranks
 from tests.host.refusals import assert_says
 from tests.launch.processes import answer, answers
@@ -175,8 +178,8 @@ def line_of(conversations: list[list[tuple[str, str]]], **fields: Any) -> str:
     return json.dumps({"messages": turns, **fields}) + "\n"
 
 
-def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str, list[float]]:
-    """Masks and offsets of packs, what is printed of them, and the first mask of last turns alone."""
+def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str, list[list[float]]]:
+    """Masks and offsets of packs, what is printed of them, and first masks of last turns alone."""
     stand_in_for_libraries()
     path = folder / "chats.jsonl"
     packs = (CONVERSATIONS, CONVERSATIONS[:1], CONVERSATIONS[1:], CONVERSATIONS)
@@ -188,12 +191,15 @@ def sft_rows(folder: Path) -> tuple[list[tuple[list[float], list[int]]], str, li
     rows = list(read(flags.split(), 4))
     code, printed, complained = answer(f"explain --data --samples 4 -- {flags}")
     assert code == 0, complained
-    (last,) = read(f"{flags} --loss-aggregation-sft-turns last".split(), 1)
+    of_turns = "--loss-aggregation sample_mean --loss-aggregation-sft-turns last"
+    last = [*read(f"{flags} {of_turns}".split(), 1)]
+    with patch.dict(os.environ, {VARIABLE: of_turns}):
+        last += read(flags.split(), 1)
     masks = [
         (row.loss_mask[0].tolist(), [] if row.cu_seqlens is None else row.cu_seqlens.tolist())
         for row in rows
     ]
-    return masks, printed, last.loss_mask[0].tolist()
+    return masks, printed, [row.loss_mask[0].tolist() for row in last]
 
 
 def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
@@ -206,7 +212,7 @@ def test_packs_are_those_of_megatrons_sft_dataset(tmp_path: Path) -> None:
         for mask, offsets in ((first + second, [0, 8, 24]), (first, [0, 24]), (second, [0, 24]))
     )
     assert rows == [both, one, other, both]
-    assert last == first + [0, 0, 0, 1, 1, 0] + [0] * 10
+    assert last == [first + [0, 0, 0, 1, 1, 0] + [0] * 10] * 2
     # M = 7 + 4 + 3 + 7 = 21, H = 4: 21 / (4 * 7) = 0.75 to 21 / (4 * 3) = 1.75.
     assert "Stock Megatron gives a token 0.75 to 1.75 times" in printed
     assert "steps: 1, of 4 rows; samples: 6; loss tokens: 21" in printed
@@ -223,6 +229,13 @@ MESSAGES = {
     "--sft --data-path nowhere": f"{UNREADABLE}(ImportError: SFTDataset currently requires data",
     "": OF_SCRIPT,
     "--data-path FOLDER/x --fim-data": OF_SCRIPT,
+    "--loss-aggregation-sft-turn last": (
+        "OptionError: --loss-aggregation-sft-turn is not a flag of megatron_loss_agg. Write "
+        "--loss-aggregation-sft-turns, or another of"
+    ),
+    "--mock-data --loss-aggregation-sft-turns last": (
+        "OptionError: --loss-aggregation-sft-turns needs Megatron's --sft, got none. Add --sft, or rem"
+    ),
     "--loss-aggregation-sft-turns first": "OptionError: --loss-aggregation-sft-turns must be one of all",
     "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: got cyclic. Change --dataloa",
     "--data-path FOLDER/x --dataloader-inter-document-masking --context-parallel-size 2": (
