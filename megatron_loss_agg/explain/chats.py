@@ -84,7 +84,7 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
 
     Raises:
         OptionError: the template cannot write the messages.
-        DataError: it writes a turn differently if others follow.
+        DataError: it writes a turn differently if others follow, or the assistant has the first turn.
     """
 
     def token_ids(turns: Sequence[Any], **options: Any) -> list[int]:
@@ -95,7 +95,7 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
         whole = token_ids(messages)
         answers = [k for k, message in enumerate(messages) if is_answer(message)]
         tokens_before = {
-            k: token_ids(messages[:k], add_generation_prompt=True) if k else [] for k in answers
+            k: token_ids(messages[:k], add_generation_prompt=True) for k in answers if k > 0
         }
         tokens_to_end = {k: token_ids(messages[: k + 1]) for k in answers}
     except Exception as error:  # whatever the template raises
@@ -103,6 +103,13 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
             "--tokenizer must have a chat template for these messages, got "
             f"{type(error).__name__}: {error} in {where}. Correct the line, or change --tokenizer."
         ) from error
+    if 0 in answers:
+        # Templates cannot write the prompt of such an answer, which may hold a system message of theirs.
+        raise DataError(
+            "a chat must have a message before the first of the assistant, to show where the loss "
+            f"begins, got none in {where}. Put a system message first, or write the masks yourself, "
+            "and give them by --jsonl, or by --data FILE."
+        )
     turn_T = [0] * len(whole)
     for k in answers:
         before, after = tokens_before[k], tokens_to_end[k]

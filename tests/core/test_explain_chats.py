@@ -66,6 +66,7 @@ def answers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answe
     two["messages"][3]["train"] = 0
     write("chats.jsonl", one, two)
     write("unsaid.jsonl", chat(ONE))
+    write("answer_first.jsonl", chat(ONE), chat(ONE[1:]))
     write("no_role.jsonl", {"messages": [{"content": "a"}]})
     write("texts.jsonl", {"text": "a"})
     (found,) = run_ranks(answers, 1, folder, [*COMMANDS.values()], initialized=False)
@@ -86,6 +87,7 @@ COMMANDS = {
     "text": CHATS,
     "unsaid": f"{CHATS.replace('chats.', 'unsaid.')} --sft-turn-field train",
     "no weight": f"{CHATS.replace('chats.', 'unsaid.')} --sft-weight-field w --sample-weights skip",
+    "answer first": CHATS.replace("chats.", "answer_first."),
     "drops_answers": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/drops_answers",
     "plain": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/plain",
     "nowhere": "explain --chats FOLDER/chats.jsonl --tokenizer FOLDER/nowhere",
@@ -100,6 +102,10 @@ REFUSED = {
     "no weight": (
         "DataError: under --sample-weights each sample must have a weight, a finite number >= 0, got "
         "null in FOLDER/unsaid.jsonl:1. Write it"
+    ),
+    "answer first": (
+        "DataError: a chat must have a message before the first of the assistant, to show where the "
+        "loss begins, got none in FOLDER/answer_first.jsonl:2. Put a system message first, or write the "
     ),
     "drops_answers": (
         "DataError: the chat template must render a turn the same whatever follows it, got other "
