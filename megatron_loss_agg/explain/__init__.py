@@ -110,6 +110,12 @@ def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read)
             f"--chats needs the length of a row, got --seq-length {flags.seq_length}. Add "
             "--seq-length after --."
         )
+    turn_flags = [x for x in run_flags if x.startswith("--loss-aggregation-sft-turn")]
+    if args.chats and turn_flags:
+        raise OptionError(
+            f"the turns of --chats must be chosen before --, got {turn_flags[0]} after it. Write "
+            "--sft-turns or --sft-turn-field there, and remove the flag."
+        )
     is_split = flags.context_parallel_size > 1 and not flags.calculate_per_token_loss
     has_whole_parts = is_split and divides_by_whole_microbatch()
     if has_whole_parts:

@@ -300,6 +300,9 @@ BAD_ARGUMENTS = {
     f"--data --chats x --tokenizer y {ONE_ROW}": (
         "OptionError: --chats needs the length of a row, got --seq-length 0. Add --seq-length "
     ),
+    f"--data --chats x --tokenizer y {ONE_ROW} --seq-length 4 --loss-aggregation-sft-turns last": (
+        "OptionError: the turns of --chats must be chosen before --, got --loss-aggregation-sft-turns "
+    ),
     "--data x -- --micro-batch-size 2 --step-batch-size-schedule 0:2,9:3": (
         "OptionError: --step-batch-size-schedule must be a multiple of --micro-batch-size, and both "
         "above 0, got 2 3 and 2. Give the run's own "
