@@ -74,7 +74,7 @@ def rows_and_members(tokens_S: Tensor) -> tuple[dict[str, list[str]], list[Tenso
 
 
 def span(x: Tensor, form: str = ".2f") -> str:
-    """The least and the largest value in words; one of them where both look alike."""
+    """The least and the largest value in words; one where both look the same."""
     if not x.numel():
         return "-"
     return " to ".join(dict.fromkeys(format(float(end), form) for end in x.aminmax()))

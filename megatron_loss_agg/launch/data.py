@@ -131,11 +131,7 @@ def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> No
             "without --fim-data. Add them, or give --data a file of lengths or loss masks if the "
             "script has other data sets."
         )
-    fields = sft.SFTFields.of(args)
-    if fields.flags and not args.sft:
-        raise OptionError(
-            f"{fields.flag} needs Megatron's --sft, got none. Add --sft, or remove the flag."
-        )
+    sft.SFTOptions.of(args).check_sft(args)
     if args.dataloader_type not in (None, "single"):
         raise OptionError(
             "--dataloader-type must be single, so that rows are read in the order in which they "

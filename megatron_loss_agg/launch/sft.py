@@ -110,11 +110,7 @@ class SFTOptions:
 
     def check(self, args: Any, batch_function: str | None, aggregation: LossAggregation) -> None:
         """Raise OptionError where the flags would have no effect on Megatron's parsed flags."""
-        if not getattr(args, "sft", True):  # missing before Megatron has parsed its flags
-            raise OptionError(
-                f"{self.flag} needs Megatron's --sft, got none. Add --sft, or give the batches what "
-                "they lack (prompt_ids, sample_weights, a loss_mask by turns) and remove the flag."
-            )
+        self.check_sft(args)
         if batch_function is not None:
             raise OptionError(
                 f"{self.flag} and --loss-aggregation-batch both read the batches, got both. Remove "
@@ -125,6 +121,15 @@ class SFTOptions:
                 f"{WEIGHT_FLAG} needs --loss-aggregation-sample-weights 'count', for a weighted mean, "
                 "or 'skip', to leave the denominators as they are, got none. Choose one "
                 "(--loss-aggregation-sample-weights)."
+            )
+
+    def check_sft(self, args: Any) -> None:
+        """Raise OptionError where Megatron's parsed flags read other data than that of ``--sft``."""
+        # The attribute is missing before Megatron has parsed its flags.
+        if self.flags and not getattr(args, "sft", True):
+            raise OptionError(
+                f"{self.flag} needs Megatron's --sft, got none. Add --sft, or give the batches what "
+                "they lack (prompt_ids, sample_weights, a loss_mask by turns) and remove the flag."
             )
 
     def reader(self) -> ReadBatch:

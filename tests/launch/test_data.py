@@ -234,7 +234,7 @@ MESSAGES = {
         "--loss-aggregation-sft-turns, or another of"
     ),
     "--mock-data --loss-aggregation-sft-turns last": (
-        "OptionError: --loss-aggregation-sft-turns needs Megatron's --sft, got none. Add --sft, or rem"
+        "OptionError: --loss-aggregation-sft-turns needs Megatron's --sft, got none. Add --sft, or give"
     ),
     "--loss-aggregation-sft-turns first": "OptionError: --loss-aggregation-sft-turns must be one of all",
     "--data-path FOLDER/x --dataloader-type cyclic": "OptionError: got cyclic. Change --dataloa",
