@@ -32,7 +32,7 @@ WEIGHT_FLAG = "--loss-aggregation-sft-weight-field"
 TURNS_FLAG = "--loss-aggregation-sft-turns"
 TURN_FIELD_FLAG = "--loss-aggregation-sft-turn-field"
 _MASK_MARK = "is_masked_by_turns"
-"""The key of a batch whose loss mask is by turns."""
+"""The key of a batch whose loss mask is by turns; by token, since hybrid context parallelism cuts it."""
 
 
 def _weights(name: str, values: Sequence[Any]) -> Tensor:
@@ -164,7 +164,7 @@ class SFTOptions:
             result[column.key] = values_C[: len(lengths)].repeat_interleave(lengths)
         if self.turns != ALL_TURNS:
             result["loss_mask"] = self._mask(item, dataset, conversations, starts, where)
-            result[_MASK_MARK] = torch.tensor(True)
+            result[_MASK_MARK] = torch.ones_like(item["loss_mask"])
         return result
 
     def _mask(

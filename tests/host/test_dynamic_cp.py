@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from megatron_loss_agg import CPLayout, Microbatch
+from megatron_loss_agg.launch.sft import SFTOptions
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss, read_batch, with_ids
 from megatron_loss_agg.mcore.dynamic_cp import dealt_batches
+from megatron_loss_agg.turns import Turns
 from tests.distributed import RankFailed
 from tests.host import gpt, gradients
 from tests.host.cases import mean_of_means
@@ -40,6 +43,8 @@ from tests.host.steps import (
     sequences,
     weights_of,
 )
+from tests.launch.test_data import line_of, stand_in_for_libraries
+from tests.launch.test_sft import sft_data
 
 GROUPS = "get_{}_data_context_parallel_groups"
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule")
@@ -255,6 +260,53 @@ def test_a_loader_that_fails_in_its_wrapper_ends_the_job_with_its_error(good_ste
     """The other ranks wait for it in the wrapper, not in an exchange of the hook."""
     with pytest.raises(RankFailed, match=r"rank 1 failed(.|\n)*OSError: disk"):
         run_host_ranks(train_on_failing, 2, good_steps, timeout=60)
+
+
+def samples_of_chats(folder: Path) -> list[tuple[list[float], int, float]]:
+    """Mask, prompt and weight of each conversation that this rank reads, by flags of `--sft` data."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    stand_in_for_libraries()
+    tokenizer = MegatronTokenizer.from_pretrained(
+        "none", metadata_path={"library": "sft"}, prompt_format="nemotron-h-aligned"
+    )
+    model = build({}, "hybrid_context_parallel", max_seqlen_per_dp_cp_rank=32)
+    rank = dp_cp_rank()
+    dataset = sft_data(folder / "chats.jsonl", tokenizer)
+    options = SFTOptions("prompts", "weights", Turns("each"))
+    pack = options.read_item(dataset[rank], dataset, rank)
+    item = next(data_schedule.HybridCPDataLoaderWrapper(iter([[pack]]), model.config))
+    found = []
+    for batch in dealt_batches(item, rank):
+        read = options.reader()(batch)
+        assert isinstance(read, Microbatch) and isinstance(read.prompt_ids, Tensor)
+        assert read.sample_weights is not None
+        (prompt,), (weight,) = read.prompt_ids.tolist(), read.sample_weights.tolist()
+        found.append((read.loss_mask.flatten().tolist(), prompt, weight))
+    return found
+
+
+@hybrid
+def test_samples_of_chats_keep_turns_prompts_and_weights(tmp_path: Path) -> None:
+    two_turns = [("user", "ab"), ("assistant", "cd"), ("user", "e"), ("assistant", "fghi")]
+    one_turn = [("user", "abc"), ("assistant", "d")]
+    lines = [
+        line_of([[("system", "s"), *x] for x in chats], prompts=prompts, weights=weights)
+        for chats, prompts, weights in (
+            ([two_turns, one_turn], [7, 8], [0.5, 2.0]),
+            ([one_turn], [9], [1.5]),
+        )
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    by_rank = run_host_ranks(samples_of_chats, 2, tmp_path)
+    # sabcdefghi: cd is predicted at 2 and 3, fghi at 5 to 8. sabcd: d at 3.
+    first = [0, 0, 0.5, 0.5, 0, *[0.25] * 4, 0, 0, 0]
+    second = [0, 0, 0, 1]
+    assert sorted((sample for rank in by_rank for sample in rank), key=lambda x: x[1]) == [
+        (first, 7, 0.5),
+        (second + [0] * 16, 8, 2.0),
+        (second + [0] * 28, 9, 1.5),
+    ]
 
 
 def draws_nothing_known() -> list[str | None]:
