@@ -29,15 +29,21 @@ def ids_from(name: str, values: Any) -> Tensor:
     items: list[Any] = list(values) if is_sequence else [None]
     if all(isinstance(x, str) for x in items):
         return torch.tensor([hashed(x) for x in items], dtype=torch.int64)
-    if not all(isinstance(x, Integral) and not isinstance(x, bool) for x in items):
+    wrong = [x for x in items if not _is_integer(x)]
+    if wrong:
+        got = f"{wrong[0]!r} among others" if is_sequence else described(values)
         raise DataError(
-            f"{name} must be an int64 tensor [samples], or a sequence of ints or strings, got "
-            f"{described(values)}. Convert it."
+            f"{name} must be an int64 tensor [samples], or a sequence of ints or one of strings, got "
+            f"{got}. Convert it."
         )
     numbers = [int(x) for x in items]
     if too_large := [x for x in numbers if not -(2**63) <= x < 2**63]:
         raise DataError(f"{name} must fit into int64, got {too_large[0]}. Give strings.")
     return torch.tensor(numbers, dtype=torch.int64)
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def hashed(text: str) -> int:

@@ -45,8 +45,8 @@ class Turns:
                 if value not in (0, 1):  # False and True among them
                     raise DataError(
                         f"the field {self.field!r} of the assistant's messages must be true, false, 1 "
-                        f"or 0, got {value!r} for turn {k + 1} in {where}. Correct it, or name another "
-                        "field (--loss-aggregation-sft-turn-field; in explain --sft-turn-field)."
+                        f"or 0, got {value!r} for message {k + 1} in {where}. Correct it, or name "
+                        "another field (--loss-aggregation-sft-turn-field; in explain --sft-turn-field)."
                     )
         chosen = answers[-1:] if self.which == "last" else answers
         return [

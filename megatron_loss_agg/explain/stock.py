@@ -303,7 +303,10 @@ WHOLE_MICROBATCHES = (
 
 def in_words(cells: Cells, run: StockRun) -> str:
     """The weights, and their sum in a step, in words and as a table."""
-    keys, members = rows_and_members(cells.tokens_S)
+    tokens_S = cells.tokens_S.round(
+        decimals=4
+    )  # turns that count once sum to 1 in fp32's precision
+    keys, members = rows_and_members(tokens_S)
     weights = [span(run.weight_C[is_in_S[cells.sample_C]]) for is_in_S in members]
     total = f"{float(run.sum_N.mean()):.2f}"
     lines = [
@@ -315,7 +318,7 @@ def in_words(cells: Cells, run: StockRun) -> str:
         f"{100 * run.empty_fraction:.1f} % of the parts (microbatches on one context-parallel rank)",
         "have no loss token, and add 0 to the mean over parts.",
         f"steps: {len(cells.rows_N):,}, of {span(cells.rows_N, ',.15g')} rows; "
-        f"samples: {len(cells.row_S):,}; loss tokens: {float(cells.tokens_S.sum()):,.15g}",
+        f"samples: {len(cells.row_S):,}; loss tokens: {round(float(tokens_S.sum()), 2):,.15g}",
         f"stock: {run.formula}",
     ]
     if run.flags.rampup_batch_size:

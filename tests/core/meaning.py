@@ -126,15 +126,13 @@ class Read:
         by_sample.append(_by_sample(given.get("sample_weights"), number, 1.0))
         samples = [Sample(*of_sample) for of_sample in zip(*by_sample, strict=True)]
         assert all(0 <= s.weight < math.inf for s in samples), "sample weights"
-        starts = given.get("cu_seqlens")
-        if given.get("cu_seqlens_padded") is not None:
-            starts = given["cu_seqlens_padded"]
+        offsets = _offsets(given)
         return cls(
             samples,
             places,
             rejected=_by_sample(given.get("rejected"), number, False),
             shape=tuple(given["loss_mask"].shape),
-            starts=None if starts is None else starts.tolist(),
+            starts=None if offsets is None else offsets[1],
             values=values,
             routed=given.get("routed_tokens"),
             units={unit for unit in UNITS if given.get(f"{unit}_ids") is not None or not number},
@@ -169,13 +167,21 @@ class Read:
         return weights
 
 
-def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
+def _offsets(given: Mapping[str, Any]) -> tuple[list[int], list[int]] | None:
+    """Of a pack: of the real tokens, and where its samples start."""
     real, padded = given.get("cu_seqlens"), given.get("cu_seqlens_padded")
     if real is None:
+        return None
+    has_samples = len(real) > 1  # a filler's padded offsets may be anything
+    return real.tolist(), (real if padded is None or not has_samples else padded).tolist()
+
+
+def _places(given: Mapping[str, Any], tokens: int) -> list[list[int]]:
+    offsets = _offsets(given)
+    if offsets is None:
         rows, width = given["loss_mask"].shape
         return [[*range(s * width, (s + 1) * width)] for s in range(rows)]
-    real = real.tolist()
-    starts = real if padded is None else padded.tolist()
+    real, starts = offsets
     lengths = [b - a for a, b in pairwise(real)]
     assert real[0] == starts[0] == 0, "offsets"
     for (a, b), n in zip(pairwise(starts), lengths, strict=True):

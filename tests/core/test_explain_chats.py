@@ -97,7 +97,7 @@ COMMANDS = {
 REFUSED = {
     "unsaid": (
         "DataError: the field 'train' of the assistant's messages must be true, false, 1 or 0, got None "
-        "for turn 2 in FOLDER/unsaid.jsonl:1. Correct it, or name another"
+        "for message 2 in FOLDER/unsaid.jsonl:1. Correct it, or name another"
     ),
     "no weight": (
         "DataError: under --sample-weights each sample must have a weight, a finite number >= 0, got "

@@ -151,6 +151,15 @@ def test_weights_are_those_derived_by_hand_and_so_are_the_oracles(mode, counting
         assert (w if counting else plain).sum().item() == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize("empty", ["count", "skip"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_without_tokens_counts_or_is_left_out(mode, empty):
+    given = lay([*SAMPLES, Sample((0.0, 0.0), 1, 2, 4, 1.5)], "thd_padded")
+    agg = aggregation(mode, empty=empty, sample_weights="count")
+    w = token_weights(agg, **given, ids=names_of(given), dtype=F64)
+    assert_same(w, expected_weights(agg, [[Read.of(given)]]), 1e-15)
+
+
 # A mask, the sum of it, and how many positions are active. 4099 is above what uint8, int8, fp16
 # (2048) and bf16 (256) count one by one, and 2**24 + 3 what fp32 does.
 MANY = 2**24 + 3

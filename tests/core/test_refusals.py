@@ -172,7 +172,9 @@ TERMS = {"a": TOKEN_MEAN, "b": TOKEN_MEAN}
 PLAN = StepPlan.build(TOKEN_MEAN, GOOD[:1])
 HALF = CPLayout.bshd(8, 2, 0)
 ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
-IDS_OF = "prompt_ids must be an int64 tensor .samples., or a sequence of ints or strings, got a"
+IDS_OF = (
+    "prompt_ids must be an int64 tensor .samples., or a sequence of ints or one of strings, got"
+)
 OF_FUNCTION = (
     "^the aggregation function must return a real coefficient for each of the 2 samples, got "
 )
@@ -483,8 +485,15 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     (DataError, "^rejected must be torch.bool .*, got a torch.float", rows(rejected=ONES[:2])),
     (DataError, "^turn_ids must be an int64 tensor", rows(ids={"turn": [0, 1.5]})),
     *(
-        (DataError, f"^{IDS_OF}", rows(prompt_ids=x))
-        for x in ("ab", 7, [0.5, 1], [True, False], ["a", 1], [None, None])
+        (DataError, f"^{IDS_OF} {got}", rows(prompt_ids=x))
+        for x, got in (
+            ("ab", "a str"),
+            (7, "a int"),
+            ([0.5, 1], "0.5 among others"),
+            ([True, False], "True among others"),
+            (["a", 1], "'a' among others"),
+            ([None, None], "None among others"),
+        )
     ),
     (
         DataError,

@@ -259,10 +259,10 @@ def expected_of_pairs(case: Case, model: str) -> Expected:
 
 
 # With tensor parallelism, `test_losses_of_all_tokens_are_exact` gathers over the same groups.
-TP2_CP2 = pytest.param("tp2-cp2", marks=pytest.mark.extended)
+EXTENDED = pytest.param("tp2-cp2", marks=pytest.mark.extended)
 
 
-@pytest.mark.parametrize("name", ["dp2", "cp2", "dp2-cp2", TP2_CP2, "pp2"])
+@pytest.mark.parametrize("name", ["dp2", "cp2", "dp2-cp2", EXTENDED, "pp2"])
 def test_losses_by_pair_are_exact(name: str) -> None:
     topology = topology_of(name)
     way = {"hook": {"read_batch": read_pairs}}

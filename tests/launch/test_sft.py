@@ -333,12 +333,12 @@ BAD: list[tuple[SFTOptions, str, str]] = [
     (
         BY_MESSAGE,
         "{}",
-        f"{SAYS_NEITHER}, got None for turn 3 in line 1 of CHATS. Correct it, or name ... @-turn-field",
+        f"{SAYS_NEITHER}, got None for message 3 in line 1 of CHATS. Correct it, ... @-turn-field",
     ),
     (
         SFTOptions(turns=Turns(field="content")),
         "{}",
-        f"{SAYS_NEITHER.replace('train', 'content')}, got 'a' for turn 3 in line 1 of CHATS. Correct",
+        f"{SAYS_NEITHER.replace('train', 'content')}, got 'a' for message 3 in line 1 of CHATS. Correct",
     ),
 ]
 
