@@ -138,11 +138,11 @@ def divides_by_whole_microbatch() -> bool:
     files = [Path(folder, "core/pipeline_parallel/schedules.py") for folder in folders]
     source = next((file.read_text("utf-8") for file in files if file.is_file()), "")
     functions = {x.name: x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef)}
-    called = {"forward_step_calc_loss"}
-    while (
-        more := {x for name in called & functions.keys() for x in _calls(functions[name])} - called
-    ):
-        called |= more
+    called: set[str] = set()
+    new = {"forward_step_calc_loss"}
+    while new:
+        called |= new
+        new = {x for name in new & functions.keys() for x in _calls(functions[name])} - called
     return any("reduce" in name for name in called)
 
 
@@ -303,9 +303,8 @@ WHOLE_MICROBATCHES = (
 
 def in_words(cells: Cells, run: StockRun) -> str:
     """The weights, and their sum in a step, in words and as a table."""
-    tokens_S = cells.tokens_S.round(
-        decimals=4
-    )  # turns that count once sum to 1 in fp32's precision
+    # The mask of a turn that counts once sums to 1 in fp32's precision.
+    tokens_S = cells.tokens_S.round(decimals=4)
     keys, members = rows_and_members(tokens_S)
     weights = [span(run.weight_C[is_in_S[cells.sample_C]]) for is_in_S in members]
     total = f"{float(run.sum_N.mean()):.2f}"

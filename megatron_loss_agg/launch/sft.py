@@ -124,7 +124,7 @@ class SFTOptions:
             )
 
     def check_sft(self, args: Any) -> None:
-        """Raise OptionError where Megatron's parsed flags read other data than that of ``--sft``."""
+        """Raise OptionError if one is set and Megatron's parsed flags have no ``--sft``."""
         # The attribute is missing before Megatron has parsed its flags.
         if self.flags and not getattr(args, "sft", True):
             raise OptionError(
