@@ -339,6 +339,9 @@ VERIFIED = {
         )
     },
     "padding behind a sample, by default": steps("zigzag", LONE),
+    "sequences that zigzag cannot split": steps(
+        "contiguous", padded((6, 6), (58, 58)), declared="contiguous"
+    ),
     **{
         f"{i + 1} short chats, {split}, {kind}": steps(
             split, chats, declared=split, script={"has_positions": True, "kind": kind}
@@ -526,6 +529,14 @@ def window(_: Batch, of_mb: tuple[int, ...], rows: int) -> Batch:
     return windows(rows)[of_mb[0]]
 
 
+def question(_: Batch, of_mb: tuple[int, ...]) -> Batch:
+    """A window with a loss at its last token alone, which is the same in all of them."""
+    batch = windows(2)[of_mb[0]]
+    is_last = (torch.arange(16) == 15).expand(2, -1)
+    tokens = batch["tokens"].masked_fill(is_last, 7)
+    return {**batch, "tokens": tokens, "loss_mask": is_last.double()}
+
+
 def on_two_ranks(says: str = "", rows: int = 2, reads: Any = read_batch, **script: Any) -> Refusal:
     step = partial(labels_as_losses, "contiguous", **script)
     return of_windows(says, "cp2", rows, hook={"read_batch": reads}, step=step)
@@ -707,7 +718,12 @@ OF_PARTS = {
 
 
 def ordered(
-    read: Any, order: tuple[int, ...], calls: tuple[int, ...] = (4,), says: str = ""
+    read: Any,
+    order: tuple[int, ...],
+    calls: tuple[int, ...] = (4,),
+    says: str = "",
+    topology: str = "dp1",
+    **options: Any,
 ) -> Refusal:
     """A step at hand, whose data come in another ``order``."""
 
@@ -715,11 +731,21 @@ def ordered(
         given = [*batches]
         return iter([given[i] for i in order])
 
-    return of_windows(says, hook={"read_batch": read}, iterator=in_order, calls=calls)
+    hook = {"read_batch": read}
+    return of_windows(says, topology, hook=hook, iterator=in_order, calls=calls, **options)
 
 
 def by_tokens(batch: Batch) -> Microbatch:
     return Microbatch(batch["loss_mask"], model_inputs=batch["tokens"])
+
+
+def with_positions(_: Batch, of_mb: tuple[int, ...]) -> Batch:
+    batch = windows(2)[of_mb[0]]
+    return {**batch, "position_ids": gpt.positions_like(batch["tokens"])}
+
+
+def by_tokens_and_positions(batch: Batch) -> Microbatch:
+    return Microbatch(batch["loss_mask"], model_inputs=[batch["tokens"], batch["position_ids"]])
 
 
 def alike(batch: Batch) -> Microbatch:
@@ -740,6 +766,18 @@ OF_MICROBATCHES = {
     "by tokens, in calls": ordered(by_tokens, (0, 1, 2, 3), (2, 2)),
     "calls swapped": ordered(read_batch, (2, 3, 0, 1), (2, 2), ORDER),
     "one in place of another": ordered(read_batch, (0, 1, 2, 2), says=ORDER),
+    "another with an equal token with a loss": ordered(
+        read_batch, (0, 1, 2, 2), says=ORDER, batch=question
+    ),
+    # Positions are equal in all microbatches. In zigzag those of no rank are 0, 1, 2 and so on.
+    "another with equal positions": ordered(
+        by_tokens_and_positions,
+        (0, 1, 2, 2),
+        says=ORDER,
+        topology="cp2",
+        batch=with_positions,
+        step=partial(labels_as_losses, "zigzag", has_positions=True),
+    ),
     "turned dummies": ordered(alike, (3, 0, 1, 2)),
     # Stock Megatron draws each batch before its own forward pass; the hook draws all before the
     # first.
