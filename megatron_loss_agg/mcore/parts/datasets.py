@@ -132,8 +132,8 @@ def _sums_on_rank(
     products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
     sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.samples[name].starts)
     id_D, id_S = torch.tensor(ids), plan.ids("dataset", i)
-    # Samples of data sets without a token in the step are added up behind the others.
-    index_S = torch.searchsorted(id_D, id_S).where(torch.isin(id_S, id_D), len(ids))
+    # Samples of a data set without a token in the step have the sum 0, wherever they are added.
+    index_S = torch.searchsorted(id_D, id_S)
     sum_D = sums_S.new_zeros(len(ids) + 1)
     sum_D.index_add_(0, moved(index_S, sum_D.device), sums_S)
     return dict(zip(ids, sum_D[:-1].to(at_least_fp32(losses.dtype)), strict=True))

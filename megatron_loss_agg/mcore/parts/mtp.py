@@ -205,8 +205,9 @@ class _WithheldLosses:
     def _compare(self, has_tokens: Tensor, planned_T: Tensor, gradient: Tensor) -> None:
         """Compare Megatron's mask with the planned one; ``gradient`` is a multiple of the former.
 
-        NaN comes from 0 / 0 at masked tokens. Under calculate_per_token_loss the multiple is this
-        rank's number of tokens before the shift; if that is 0, the gradient shows nothing.
+        NaN comes from 0 / 0 at masked tokens, before Megatron-Core 0.17. Under
+        calculate_per_token_loss the multiple is this rank's number of tokens before the shift; if
+        that is 0, the gradient shows nothing.
         """
         active_T = ((gradient != 0) & ~gradient.isnan()).reshape(-1)
         self._differences.append((active_T != planned_T).any() & (has_tokens | active_T.any()))
