@@ -7,6 +7,7 @@ bshd layout, of every packed sequence in Transformer Engine's thd layout.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_loss_agg.errors import DataError
 from megatron_loss_agg.microbatch import are_offsets, starts_at_zero_and_never_decreases
+from megatron_loss_agg.tensors import moved
 
 
 class CPLayout:
@@ -106,7 +108,7 @@ class CPLayout:
             DataError: the length of ``x`` there is not ``total_len``.
         """
         _check_length(x, dim, self.total_len)
-        return x.index_select(dim, self.index.to(x.device))
+        return x.index_select(dim, moved(self.index, x.device))
 
     def unshard(
         self,
@@ -137,9 +139,18 @@ class CPLayout:
             local = _AllGather.apply(local, group)  # type: ignore[no-untyped-call]
         in_rank_order = torch.cat([*local], dim=dim)
         _check_length(in_rank_order, dim, self.total_len)
-        # Stable: a rank holds its positions in ascending order.
-        place_in_rank_order = self.rank_of_position.argsort(stable=True).argsort()
-        return in_rank_order.index_select(dim, place_in_rank_order.to(in_rank_order.device))
+        return in_rank_order.index_select(
+            dim, moved(self._index_in_rank_order, in_rank_order.device)
+        )
+
+    @functools.cached_property
+    def _index_in_rank_order(self) -> Tensor:
+        """int64 [total_len]: where each position is in the parts of all ranks, one after the other."""
+        ranks = range(self.cp_size)
+        parts = torch.cat([(self.rank_of_position == r).nonzero().view(-1) for r in ranks])
+        index = torch.empty_like(parts)
+        index[parts] = torch.arange(len(parts), device=parts.device)
+        return index
 
 
 class _AllGather(torch.autograd.Function):

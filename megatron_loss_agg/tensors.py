@@ -20,11 +20,12 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``x`` on ``device``, without waiting for it; in ``dtype``, if there is one."""
+    """``x`` on ``device``, in ``dtype`` if given; a copy from the CPU does not wait for the device."""
     if x.device != device:
-        if x.is_cpu and torch.accelerator.is_available():
+        is_on_cpu = x.is_cpu  # a copy to the CPU must wait: it could be read before it has arrived
+        if is_on_cpu and torch.accelerator.is_available():
             x = x.pin_memory()
-        x = x.to(device, non_blocking=True)
+        x = x.to(device, non_blocking=is_on_cpu)
     return x if dtype is None else x.to(dtype)
 
 

@@ -66,6 +66,8 @@ class RouterLosses(Extension):
             weights at once; or routers that saw other tokens than planned.
     """
 
+    scaled_losses = ("moe",)
+
     def __init__(self) -> None:
         self._has_compared = False
         self._tokens = RoutedTokens([], 0, 0)  # of the running step

@@ -46,13 +46,7 @@ class DrawnBatches:
     """
 
     def __init__(self, source: Any, number: int) -> None:
-        if not hasattr(source, "__next__"):
-            raise HostError(
-                "data_iterator must be an iterator on tensor-parallel rank 0 of the last pipeline "
-                f"stage (in a list, one for each model chunk), got a {type(source).__name__}. Give "
-                "iter(loader), LossHook(read_step=...) or hook.step(...); in an evaluation of a stock "
-                "script, give data to evaluate on, or --eval-iters 0."
-            )
+        check_iterator(source)
         self._source = source
         self._number = number
         self._batches: deque[Any] = deque()
@@ -94,6 +88,17 @@ class DrawnBatches:
         return DataError(
             f"the forward steps must take one batch for each of the {self._number} microbatches, got "
             f"{got}. Call next(data_iterator) once each, or give LossHook(read_step=...)."
+        )
+
+
+def check_iterator(source: Any) -> None:
+    """Raise HostError unless ``source`` is an iterator, on a rank that reads data."""
+    if not hasattr(source, "__next__"):
+        raise HostError(
+            "data_iterator must be an iterator on tensor-parallel rank 0 of the last pipeline "
+            f"stage (in a list, one for each model chunk), got a {type(source).__name__}. Give "
+            "iter(loader), LossHook(read_step=...) or hook.step(...); in an evaluation of a stock "
+            "script, give data to evaluate on, or --eval-iters 0."
         )
 
 

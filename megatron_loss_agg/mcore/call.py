@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megatron_loss_agg.aggregation import Term
@@ -185,6 +186,17 @@ class Call:
     @functools.cached_property
     def trains(self) -> bool:
         return not self.arguments.get("forward_only")
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                return torch.device(parameter.device)
+        # All chunks of this rank are empty pipeline stages.
+        accelerator = torch.accelerator.current_accelerator()
+        is_available = torch.accelerator.is_available()
+        return accelerator if accelerator and is_available else torch.device("cpu")
 
     @property
     def begins_step(self) -> bool:

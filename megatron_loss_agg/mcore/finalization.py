@@ -16,6 +16,13 @@ from torch import Tensor
 from megatron_loss_agg.mcore.call import Call, replaced
 
 
+def is_megatrons(finalize: Callable[..., Any] | None) -> bool:
+    """Whether `finish_gradients` calls Megatron's own function, where the configuration has this one."""
+    from megatron.core.distributed import finalize_model_grads
+
+    return finalize in (None, finalize_model_grads)
+
+
 def finish_gradients(call: Call, denominator: Tensor) -> None:
     """Reduce the gradients of a step, and divide them by the sum of ``denominator`` over ranks."""
     from megatron.core.distributed import finalize_model_grads

@@ -226,10 +226,17 @@ class LossHook:
                 its elements.
 
         Raises:
-            DataError: the block ends with microbatches left, or a step is open already.
+            DataError: no microbatch; the block ends with microbatches left; or a step is open already.
+            HostError: in a first call of several: the model has losses that Megatron averages over each
+                call (routers, MTP, DSA's indexer), without ``calculate_per_token_loss``.
         """
         self._check_no_open_step("hook.step")
         microbatches = listed(microbatches)
+        if not microbatches:
+            raise DataError(
+                "hook.step must get a microbatch on every rank, since the others wait for its counts, got "
+                "none. Give one with a mask of 0, or use hook.stream, where a rank may make no call."
+            )
         self._open_step = step = Step(self, microbatches)
         try:
             yield

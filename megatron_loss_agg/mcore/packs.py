@@ -46,6 +46,8 @@ def pack_offsets(
             "which real and padded ones cannot be told apart. Rename or drop a key."
         )
     rows = [_offset_rows(key, x, mask) for key, x in offsets.items()]
+    if not _are_all_samples(rows[-1], sample_counts):
+        rows = [x.cpu() for x in rows]  # to look at their values
     real, padded = rows[0], rows[-1]
     is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
     if is_dummy:
@@ -63,7 +65,7 @@ def _numbers_of_fillers(
     A repeated last real offset is an empty sample or filler. Filler alone repeats the last padded
     offset, too.
     """
-    if len(padded) == 1 and padded.shape[1] - 1 in sample_counts:
+    if _are_all_samples(padded, sample_counts):
         return [0]
     fillers = []
     for offsets in padded:
@@ -75,6 +77,11 @@ def _numbers_of_fillers(
         beyond = [int((row > n).sum()) for row, n in zip(padded, counts, strict=True)]
         fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
     return fillers
+
+
+def _are_all_samples(rows: Tensor, sample_counts: Collection[int]) -> bool:
+    """Whether the batch has ids for as many samples as one pack has offsets."""
+    return len(rows) == 1 and rows.shape[1] - 1 in sample_counts
 
 
 def _offset_rows(key: str, offsets: Any, mask: Tensor) -> Tensor:

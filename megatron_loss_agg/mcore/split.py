@@ -55,14 +55,19 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     starts = shape.starts
     if starts is None or cp_size == 1:
         return starts
-    if split == "zigzag" and bool((starts.diff() % (2 * cp_size)).any()):
+    if split != "zigzag":
+        # A rank holds its tokens in the order of the pack.
+        return torch.searchsorted(rank_layout(shape, split, cp_size, cp_rank).index, starts)
+    # Without the layout, which has an element for each token of the pack. Padding after the last
+    # sample is split like a sequence of its own.
+    lengths = padded_lengths(starts, shape.mask[-1])
+    if bool((lengths % (2 * cp_size)).any()):
         raise DataError(
             f"sequences of a pack must be padded to multiples of 2 * cp_size = {2 * cp_size}, got "
-            f"{starts.diff().tolist()}. Pad them, or declare how the pack is split "
+            f"{lengths.tolist()}. Pad them, or declare how the pack is split "
             "(--loss-aggregation-split, or LossHook(split=))."
         )
-    # A rank holds its tokens in the order of the pack.
-    return torch.searchsorted(rank_layout(shape, split, cp_size, cp_rank).index, starts)
+    return starts // cp_size
 
 
 class RankSamples(NamedTuple):

@@ -28,7 +28,11 @@ from megatron_loss_agg.errors import DataError, HostError, PeerError
 from megatron_loss_agg.exchange import failing_in_exchange
 from megatron_loss_agg.mcore.batches import DrawnBatches
 from megatron_loss_agg.mcore.call import Call, innermost, without_reduction
-from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, check_settings
+from megatron_loss_agg.mcore.checks.before import (
+    check_added_losses,
+    check_same_on_all_ranks,
+    check_settings,
+)
 from megatron_loss_agg.mcore.checks.loss_function import (
     StockLoss,
     check_stock_losses,
@@ -278,16 +282,17 @@ class Step:
         """The microbatches of the step, on a rank that reads data."""
         read_step, number = self.hook.read_step, call.scale.num_microbatches
         if self.microbatches is not None:
+            check_added_losses(call, self.hook.extensions)
             microbatches = self.microbatches
-        elif read_step is None:
-            microbatches = self._draw(call, number)
-        else:
+        elif read_step is not None:
             microbatches = listed(read_step(call.data_iterator, number))
             if len(microbatches) != number and not call.draws_samples:
                 raise DataError(
                     f"the function that reads a step must return {number} microbatches, one for each "
                     f"of the call, got {len(microbatches)}. Correct read_step."
                 )
+        else:
+            microbatches = self._draw(call, number)
         if self.tokens is not None:
             for i, microbatch in enumerate(microbatches):
                 self.tokens.note_batch(i, microbatch)
@@ -481,7 +486,9 @@ class Step:
             dependent = dependent_microbatches(call, plans, self.gathered)
             is_declared = hook.split_is_declared
             if self.tokens is not None:
-                verified.splits = self.tokens.compare(call, plans, dependent, is_declared)
+                verified.splits = self.tokens.compare(
+                    call, plans, dependent, is_declared, verified.splits
+                )
             elif dependent:
                 check_split(dependent[0], verified.splits, call.split, is_declared)
         notes = [note for microbatch in self.sums.values() for note in microbatch]

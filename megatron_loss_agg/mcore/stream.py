@@ -35,12 +35,12 @@ from megatron_loss_agg.collectives import (
     failing_together,
 )
 from megatron_loss_agg.errors import DataError, HostError, OptionError
-from megatron_loss_agg.mcore.batches import ReadBatch
-from megatron_loss_agg.mcore.call import Call, innermost
-from megatron_loss_agg.mcore.checks.before import check_same_on_all_ranks, has_indexer_loss
+from megatron_loss_agg.mcore.batches import ReadBatch, check_iterator
+from megatron_loss_agg.mcore.call import Call, ProcessGroups, innermost
+from megatron_loss_agg.mcore.checks.before import added_losses, check_same_on_all_ranks
 from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
-from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
+from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients, is_megatrons
 from megatron_loss_agg.mcore.first_lines import print_end_counted_lines
 from megatron_loss_agg.mcore.forward_step import (
     Report,
@@ -281,9 +281,18 @@ class Stream:
     def finish(self) -> None:
         """Count the step over all ranks, reduce its gradients, and divide them. All ranks call."""
         hook, call = self.hook, self._call or self._call_from_arguments()
-        check_model(call)
+        if call is None:
+            groups = ProcessGroups.of(self._arguments["pg_collection"])
+        else:
+            groups = call.groups
+            check_model(call)
         # In every step, since the other replicas do not know of an error that a script has caught.
-        with failing_together(call.groups.all_groups, _ANOTHER_RANK_FAILED):
+        with failing_together(groups.all_groups, _ANOTHER_RANK_FAILED):
+            if call is None:
+                raise DataError(
+                    "a rank that makes no call in a stream must give its model, got none. Write "
+                    "hook.stream(model=...) on every rank."
+                )
             if self._has_failed:
                 raise DataError(
                     "a step must not be finished after one of its calls failed, which left a part of "
@@ -301,13 +310,10 @@ class Stream:
         check_total(call, total)
         end_step(hook, call, total, is_empty_step)
 
-    def _call_from_arguments(self) -> Call:
-        """The call of a rank that makes none: `finish` needs its process groups and its model."""
-        if self._arguments.get("model") is None:
-            raise DataError(
-                "a rank that makes no call in a stream must give its model, got none. Write "
-                "hook.stream(model=...) on every rank."
-            )
+    def _call_from_arguments(self) -> Call | None:
+        """The call of a rank that makes none, for its process groups and model; None without model."""
+        if self._arguments["model"] is None:
+            return None
         names = ("forward_step_func", "data_iterator")
         arguments = {**dict.fromkeys(names), "num_microbatches": 1, **self._arguments}
         hook = self.hook
@@ -390,6 +396,7 @@ class BatchReader:
     """Reads each batch of ``source`` when a forward step draws it."""
 
     def __init__(self, source: Any, read_batch: ReadBatch) -> None:
+        check_iterator(source)
         self._source = source
         self._read_batch = read_batch
         self._microbatches: list[TermMicrobatches | Exception] = []
@@ -455,8 +462,7 @@ class Tally:
 
     def on_device(self, call: Call) -> Tensor:
         """The denominator for Megatron's finalization, of the same type on every stage."""
-        device = next(call.chunks[0].parameters()).device
-        return torch.tensor(self.denominator, dtype=torch.float64, device=device)
+        return torch.full((), self.denominator, dtype=torch.float64, device=call.device)
 
     def compare(self, call: Call, when: bool) -> bool:
         """Raise DataError if a group has samples in two parts of the step. All ranks call.
@@ -564,23 +570,15 @@ def check_end_counted(hook: LossHook) -> None:
 def check_model(call: Call) -> None:
     """Raise HostError for a model whose gradients cannot be divided at the end of the step."""
     bases = {base.__name__ for chunk in call.chunks for base in type(chunk).__mro__}
-    config = call.config
-    has_router_losses = getattr(config, "num_moe_experts", None) and (
-        getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", 0)
-    )
-    reason = None
+    finalize, reason = call.config.finalize_model_grads_func, None
     if any("FullyShardedDataParallel" in name for name in bases):
         reason = "Megatron's FSDP reduces gradients in every backward pass"
-    elif has_router_losses:
-        reason = (
-            "Megatron scales losses of routers (--moe-aux-loss-coeff, --moe-z-loss-coeff) by itself"
-        )
-    elif getattr(config, "mtp_num_layers", None):
-        reason = "Megatron scales losses of MTP (--mtp-num-layers) by itself"
-    elif has_indexer_loss(config):
-        reason = "Megatron scales the loss of DSA's indexer (--dsa-indexer-loss-coeff) by itself"
-    elif call.ends_step and config.finalize_model_grads_func is None:
+    elif losses := [*added_losses(call.config).values()]:
+        reason = f"Megatron scales {losses[0]} by itself"
+    elif call.ends_step and finalize is None:
         reason = "the schedule divides no gradients where config.finalize_model_grads_func is None"
+    elif is_megatrons(finalize) and not all(hasattr(x, "finish_grad_sync") for x in call.chunks):
+        reason = "Megatron's finalize_model_grads needs its DistributedDataParallel"
     elif call.groups.dp_cp is not None:
         reason = "under dynamic context parallelism all ranks would have to make the same calls"
     if reason is not None:

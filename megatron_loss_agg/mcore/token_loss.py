@@ -26,7 +26,7 @@ from megatron_loss_agg.mcore.forward_step import (
 )
 from megatron_loss_agg.mcore.split import check_has_one_group, gathered, sums_by_sequence
 from megatron_loss_agg.plan import StepPlan, plan_of_first_term, token_shape
-from megatron_loss_agg.tensors import at_least_fp32, described, is_plain
+from megatron_loss_agg.tensors import at_least_fp32, described, is_plain, moved
 from megatron_loss_agg.weighted_sum import weighted_sum
 
 Losses = Tensor | Mapping[str, Tensor]
@@ -257,7 +257,7 @@ class SampleLoss(LossFunction):
 
             sums = _for_each_tensor(sequence_sums, self.per_token(output))
             sequence_mask_sum = sums_by_sequence(mask, mask != 0, sequences.shape, call.split, cp)
-            lengths = sequences.mask_sum.to(mask.device, mask.dtype)
+            lengths = moved(sequences.mask_sum, mask.device, mask.dtype)
             computed, report = losses_and_report(self.compute(sums, lengths))
         losses = computed.losses if isinstance(computed, MaskedLosses) else computed
         terms = {}

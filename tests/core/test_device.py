@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_loss_agg import LossAggregation, Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg import (
+    LossAggregation,
+    Microbatch,
+    StepPlan,
+    token_weights,
+    weighted_sum,
+)
 from tests import device
 from tests.core.meaning import F64, aggregation
 from tests.distributed import run_ranks
@@ -79,3 +85,16 @@ def on_device(name: str) -> tuple[list[str], list[str]]:
 def test_planning_waits_once_and_weighing_never(name: str) -> None:
     ((planning, weighing),) = run_ranks(on_device, 1, name)
     assert (len(planning), weighing) == (1, [])
+
+
+def weights_by_offsets_on_device() -> list[list[float]]:
+    device.take()  # for good
+    mask, starts = torch.ones(3), torch.tensor([0, 0, 3])
+    with device.Watch():
+        on_each = starts, starts.to(device.DEVICE)
+        return [token_weights(aggregation("sample_mean"), mask, x).tolist() for x in on_each]
+
+
+def test_offsets_alone_may_be_on_the_device() -> None:
+    ((expected, weights),) = run_ranks(weights_by_offsets_on_device, 1)
+    assert weights == expected

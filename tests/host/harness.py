@@ -100,6 +100,8 @@ TOPOLOGIES = {
     "dp2-distributed-overlap": Topology(2, ddp={**DISTRIBUTED, **OVERLAP}),
     "pp2-dp2-distributed-overlap": Topology(4, PP2, ddp={**DISTRIBUTED, **OVERLAP}),
     "vpp2": Topology(2, VPP2, APART, model="dense-chunks"),
+    # The first rank's second chunk and the second rank's first one have no layer.
+    "vpp2-empty": Topology(2, VPP2, {**APART, "pipeline_model_parallel_layout": "Ett|||L"}),
     "vpp2-dp2-distributed-overlap": Topology(
         4, VPP2, APART, {**DISTRIBUTED, **OVERLAP}, model="dense-chunks"
     ),

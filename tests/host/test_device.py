@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_loss_agg import CPLayout, Term
-from megatron_loss_agg.mcore import TokenLoss
+from megatron_loss_agg import CPLayout, Microbatch, Term
+from megatron_loss_agg.mcore import SampleLoss, TokenLoss, read_batch
 from megatron_loss_agg.mcore.call import ProcessGroups  # what a collective shows of neither
 from megatron_loss_agg.report import reduce_reports
 from tests import device
@@ -47,6 +47,19 @@ def long_pack(_: Batch, of_mb: tuple[int, ...], tokens: int = 2**15, mask: float
     return {**rows, **offsets, "prompt_ids": torch.tensor([0])}
 
 
+def gathered(whole_mask: Tensor, mask: Tensor) -> TokenLoss:
+    return TokenLoss(as_it_is, whole_mask, gather=as_it_is)
+
+
+def by_sample(whole_mask: Tensor, mask: Tensor) -> SampleLoss:
+    return SampleLoss(lambda sums, lengths: sums / lengths, as_it_is, mask)
+
+
+def read_sequences(batch: Batch) -> Microbatch:
+    sequences = read_batch(batch)
+    return Microbatch.of_samples(sequences.num_samples, sequences=sequences)
+
+
 CASES = {
     "rows": Case("sample_mean", layout="bshd"),
     "rows-per-token": Case("prompt_mean", layout="bshd", per_token=True),
@@ -58,6 +71,9 @@ CASES = {
     "packs-of-two-terms": Case("", terms=TWO),
     "rows-of-two-terms": Case("", terms=TWO, layout="bshd", per_token=True),
     "custom": Case("custom", layout="bshd"),
+    "gathered-packs": Case("prompt_mean", step=gathered),
+    "gathered-rows": Case("sample_mean", layout="bshd", step=gathered),
+    "losses-by-sample": Case("sample_mean", step=by_sample, hook={"read_batch": read_sequences}),
 }
 
 
@@ -123,7 +139,7 @@ def several_steps(
 
     ``read`` puts the data iterator's tensors somewhere, and ``place`` losses and masks.
     """
-    case = replace(case, places=PLACES, hook={"aggregate_evaluation": True})
+    case = replace(case, places=PLACES, hook={"aggregate_evaluation": True, **case.hook})
     model, returned = Model(case.per_token), []
     planning: Seen = [], []
     of_losses: list[Seen] = []
@@ -138,6 +154,8 @@ def several_steps(
             layout = CPLayout.thd(starts, size, rank)
         tokens, mask = (layout.shard(batch[key]) for key in ("tokens", "loss_mask"))
         losses, mask = place(model(tokens, packed)), place(mask)
+        if case.step:
+            return losses, case.step(place(batch["loss_mask"]), mask)
         if case.terms:
             return losses, TokenLoss(two_losses, mask, report=weighed)
         return losses, functools.partial(stock_loss_func, mask)

@@ -25,7 +25,7 @@ from megatron_loss_agg import AggregationError, Term
 from megatron_loss_agg.mcore import Extension, LossHook, read_batch
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import EVALUATION, Batch, Call, Case, assert_exact
-from tests.host.harness import TOPOLOGIES
+from tests.host.harness import MOE, TOPOLOGIES
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import with_labels
 from tests.host.steps import NO_TOKENS, PLACES, aggregation
@@ -200,6 +200,7 @@ FAILED = {
 FOUR = Case(places=(((0, 1), (2,), (3,), (4, 6)),))
 
 
+AUX = {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ON_TWO = replace(FOUR, places=PLACES[2])
 
 
@@ -233,13 +234,19 @@ def going_on_after_a_failed_plan(hook: LossHook, model: Any, call: Call) -> None
 
 
 def nested(hook: LossHook, model: Any, call: Call) -> None:
-    with hook.step([]), hook.step([]):
+    read = [read_batch(batch) for batch in FOUR.data(0)]
+    with hook.step(read), hook.step(read):
         pass
 
 
 def failing_loop(hook: LossHook, model: Any, call: Call) -> None:
-    with hook.step([]):
+    with hook.step([read_batch(batch) for batch in FOUR.data(0)]):
         raise RuntimeError("of the loop")
+
+
+def of_no_microbatch(hook: LossHook, model: Any, call: Call) -> None:
+    with hook.step([]):
+        pass
 
 
 CALLS = {
@@ -264,6 +271,25 @@ CALLS = {
     ),
     "a step in a step": Refusal(
         "DataError: hook.step must not be opened inside another step", two_rows(run=nested)
+    ),
+    **{
+        f"losses of routers in a step of several calls, {name}": replace(
+            of_calls(2, 2, says=says),
+            case=replace(FOUR, calls=calls, config=AUX, per_token=per_token),
+        )
+        for name, calls, per_token, says in (
+            (
+                *("averaged by microbatches", (2, 2), False),
+                "HostError: a step of several calls must have no losses that Megatron averages over "
+                "each call, got losses of routers (--moe-aux-loss-coeff, ... Set calculate_per_token",
+            ),
+            ("averaged by tokens", (2, 2), True, ""),
+            ("in one call", (4,), False, ""),
+        )
+    },
+    "a step without a microbatch": Refusal(
+        "DataError: hook.step must get a microbatch on every rank ... or use hook.stream",
+        two_rows(run=of_no_microbatch),
     ),
     "an error of the loop's own": Refusal("RuntimeError: of the loop", two_rows(run=failing_loop)),
 }

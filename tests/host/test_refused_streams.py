@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import TokenLoss, read_batch
 from megatron_loss_agg.report import Sum
 from tests.host import gpt, scripts
@@ -32,12 +33,12 @@ def one_call(hook: Any, model: Any, step: Any) -> list[Any]:
 
 
 def nested(hook: Any, model: Any, step: Any) -> list[Any]:
-    with hook.stream(), hook.step([]):
+    with hook.stream(), hook.step([Microbatch(torch.ones(1, 1))]):
         return []
 
 
 def stream_in_step(hook: Any, model: Any, step: Any) -> list[Any]:
-    with hook.step([]), hook.stream():
+    with hook.step([Microbatch(torch.ones(1, 1))]), hook.stream():
         return []
 
 
@@ -55,6 +56,19 @@ def fails(data_iterator: Any, model: Any) -> Any:
 def no_call(hook: Any, model: Any, step: Any) -> list[Any]:
     with hook.stream():
         return []
+
+
+def no_call_on_one_rank(hook: Any, model: Any, step: Any) -> list[Any]:
+    """The second rank makes no call, and has no model to end the step with."""
+    with hook.stream():
+        return step(2) if gpt.data_rank() == 0 else []
+
+
+def bare_model(hook: Any, model: Any, step: Any) -> list[Any]:
+    """A model without a wrapper, and without a function that divides its gradients."""
+    batches = Case(layout="bshd", places=SHORT).data(gpt.data_rank())
+    with hook.stream():
+        return gpt.run_step(hook, gpt.build(), batches, 1, zero_grad=False)
 
 
 def alone(hook: Any, model: Any, step: Any) -> list[Any]:
@@ -235,6 +249,20 @@ ROWS = {
     ),
     "no call and no model": Refusal(
         "DataError: a rank that makes no call in a stream must give its model", row(run=no_call)
+    ),
+    "no call and no model, on one rank": Refusal(
+        "PeerError: another rank failed while counting the step",
+        row(run=no_call_on_one_rank),
+        on_rank={1: "DataError: a rank that makes no call in a stream must give its model"},
+    ),
+    "a model without a wrapper": Refusal(
+        "HostError: this model cannot train ... Megatron's finalize_model_grads needs its Distributed",
+        row("sample_mean", run=bare_model),
+        topology="dp1",
+    ),
+    "no iterator": Refusal(
+        "HostError: data_iterator must be an iterator on ... got a NoneType",
+        two_rows("sample_mean", hook={"count": "end"}, iterator=lambda _: None),
     ),
     "a step without tokens": Refusal(
         "DataError: a step must have an active token",

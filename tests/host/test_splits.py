@@ -567,6 +567,10 @@ def with_ids_of_rank(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
     return {**batch, "prompt_ids": torch.arange(len(ids)) if dist.get_rank() else ids}
 
 
+def telling_then_alike(batch: Batch, of_mb: tuple[int, ...]) -> Batch:
+    return PACK if of_mb == (0,) else alike_pack()
+
+
 OTHER_IDS = Case(places=PLACES[1], batch=with_ids_of_rank)
 BLIND = {"kind": "blind gather"}
 UNVERIFIED = "the split of microbatch 0 must be verified ... --loss-aggregation-split {"
@@ -645,6 +649,12 @@ OF_PARTS = {
             ("gathered rows", (rows(), LONE), BLIND),
         )
     },
+    "a pack that tells nothing, behind one that does, counted at the end": Refusal(
+        case=dataclasses.replace(
+            steps("zigzag", PACK, count="end"), places=(((0,), (1,)),), batch=telling_then_alike
+        ),
+        topology="cp2",
+    ),
     "contiguous by default, of token_mean": misdeclared("contiguous", None),
     **{
         f"padding behind a sample, {split} by default": of_pack(split, MASK, LONE)
@@ -683,7 +693,7 @@ OF_PARTS = {
     ),
     "sequences that zigzag cannot split": of_pack(
         "contiguous",
-        "sequences of a pack must be padded to multiples of 2 * cp_size = 4, got [6, 58]. Pad them, "
+        "sequences of a pack must be padded to multiples of 2 * cp_size = 4, got [6, 58, 0]. Pad them, "
         "or declare how the pack is split (--loss-aggregation-split",
         padded((6, 6), (58, 58)),
     ),

@@ -34,6 +34,12 @@ def test_a_step_of_several_calls_is_exact(name: str) -> None:
     assert_exact(TOPOLOGIES[name], usual(TOPOLOGIES[name], calls=CALLS, times=2))
 
 
+@pytest.mark.parametrize("count", ["before", "end"])
+def test_a_step_over_empty_stages_is_exact(count: str) -> None:
+    case = Case("sample_mean", places=PLACES[1], hook={"count": count}, times=2)
+    assert_exact(TOPOLOGIES["vpp2-empty"], [case])
+
+
 # One hook over a run whose number of microbatches changes, over steps and over ranks. By step:
 # whether it evaluates, and the samples by data-parallel rank and microbatch.
 RUN: list[tuple[bool, Places]] = [

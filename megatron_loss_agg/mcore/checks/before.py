@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_loss_agg.collectives import gather_objects
 from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.extension import Extension
 
 _FURTHER_DATA = "it adds ranks with data of their own"
 _REFUSED = {
@@ -44,6 +45,42 @@ def check_settings(settings: Any, wrapper_settings: Any) -> None:
     _check_fused_cross_entropy(settings)
     _check_indexer_loss(settings)
     _check_cuda_graphs(settings)
+
+
+def added_losses(config: Any) -> dict[str, str]:
+    """The losses that Megatron adds to that of the loss function, and scales by itself.
+
+    Returns:
+        by name (``"moe"``, ``"mtp"``, ``"dsa"``): the loss in words, with its flags.
+    """
+    losses = {}
+    if getattr(config, "num_moe_experts", None) and (
+        getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", 0)
+    ):
+        losses["moe"] = "losses of routers (--moe-aux-loss-coeff, --moe-z-loss-coeff)"
+    if getattr(config, "mtp_num_layers", None):
+        losses["mtp"] = "losses of MTP (--mtp-num-layers)"
+    if has_indexer_loss(config):
+        losses["dsa"] = "the loss of DSA's indexer (--dsa-indexer-loss-coeff)"
+    return losses
+
+
+def check_added_losses(call: Call, extensions: Iterable[Extension]) -> None:
+    """Raise HostError if the losses that Megatron adds would grow with the step's number of calls.
+
+    Megatron divides them by the number of microbatches of each call, unless all losses are divided by
+    the step's tokens.
+    """
+    if call.scale.per_token or (call.begins_step and call.ends_step):
+        return
+    scaled = {name for x in extensions for name in x.scaled_losses}
+    for name, loss in added_losses(call.config).items():
+        if name not in scaled:
+            raise HostError(
+                "a step of several calls must have no losses that Megatron averages over each call, got "
+                f"{loss}. Set calculate_per_token_loss, make the step one call, or add an extension "
+                "that scales them, such as MTPAggregation."
+            )
 
 
 def has_indexer_loss(settings: Any) -> bool:

@@ -137,7 +137,7 @@ def _gradients(
     def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         return model() * total_denominator / number, loss_func
 
-    model = wrap(config, _tiny_model(config, factors, next(call.chunks[-1].parameters()).device))
+    model = wrap(config, _tiny_model(config, factors, call.device))
     if call.config.no_sync_func is not None:
         config.no_sync_func = model.no_sync
     if hasattr(model, "zero_grad_buffer"):
@@ -187,7 +187,8 @@ def _reduced_over(call: Call) -> list[_Groups]:
 
     # Megatron marks experts by ``allreduce``. Its FSDP replaces parameters, and keeps these marks on
     # the originals.
-    marked = (getattr(x, "orig_param", x) for x in call.chunks[-1].parameters())
+    parameters = (x for chunk in call.chunks for x in chunk.parameters())
+    marked = (getattr(x, "orig_param", x) for x in parameters)
     if all(getattr(x, "allreduce", True) for x in marked):
         return [_data_groups(call)]
     pg = call.pg_collection

@@ -106,6 +106,7 @@ class TokenNotes:
         plans: Mapping[str, StepPlan],
         dependent: Collection[int],
         is_declared: bool,
+        earlier_splits: set[str] | None,
     ) -> set[str] | None:
         """Raise unless each rank's model was called with its part of the planned tokens.
 
@@ -114,9 +115,10 @@ class TokenNotes:
         Args:
             dependent: microbatches whose weights are right under one split alone.
             is_declared: ``call.split`` comes from the user or the launcher, not from the default.
+            earlier_splits: those that fit all tokens compared before; None if none were.
 
         Returns:
-            the splits that fit all tokens compared in this step and earlier; None if none were.
+            the splits that fit all tokens compared in this step and before; None if none were.
 
         Raises:
             DataError: another split, or other microbatches.
@@ -150,15 +152,18 @@ class TokenNotes:
                 splits[row] = _common_splits(i, [x for x in row_findings if x is not None])
             are_split = {row for rank in ranks for row in rank.are_split}
             compared = [x for row, x in splits.items() if x is not None and row in are_split]
+            if earlier_splits is not None:
+                compared.append(earlier_splits)
             fitting = set.intersection(*compared) if compared else None
-            if self._splits is not None and fitting is not None:
-                fitting &= self._splits
             for row in sorted({row for rank in ranks for row in rank.dependent}):
                 row_splits = splits.get(row)
-                if row_splits is None:
-                    row_splits = self._splits if fitting is None else fitting
-                check_split(numbers.get(row, row), row_splits, call.split, is_declared)
-            return self._splits if fitting is None else fitting
+                check_split(
+                    numbers.get(row, row),
+                    fitting if row_splits is None else row_splits,
+                    call.split,
+                    is_declared,
+                )
+            return fitting
 
         return broadcast_result(compare_findings, call.groups.tp, "comparing tokens")
 

@@ -66,6 +66,8 @@ class MTPAggregation(Extension):
         DataError: in a call: batches without the ids that ``aggregation`` needs.
     """
 
+    scaled_losses = ("mtp",)
+
     def __init__(self, aggregation: LossAggregation | None = None) -> None:
         self.aggregation = aggregation
         self._has_planned = False
