@@ -84,8 +84,8 @@ class Part(Step):
         """This part alone; or one for each microbatch, if the losses have decided masks."""
         return [*self.decided.values()] or [self]
 
-    def _aggregated(self, call: Call, plans: Plans, i: int, *script: Any) -> tuple[Any, ...]:
-        results = super()._aggregated(call, plans, i, *script)
+    def _aggregated(self, call: Call, plans: Plans, i: int, *rest: Any) -> tuple[Any, ...]:
+        results = super()._aggregated(call, plans, i, *rest)
         # Key 0 is the first part; key 1 is its first microbatch, with a decided mask.
         is_first_part = self.key <= 1 and dist.get_rank(call.groups.dp) == 0
         if not is_first_part and _is_sum(first_aggregation(call)):
