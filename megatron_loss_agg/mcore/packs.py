@@ -74,7 +74,7 @@ def _numbers_of_fillers(
     counts, bridge_offsets = batch.get("token_count"), batch.get("cu_seqlens_q")
     if counts is not None and bridge_offsets is not None and bridge_offsets.dim() == 2:
         # A sample of Megatron-Bridge's packs that begins where the tokens end is padding.
-        beyond = [int((row > n).sum()) for row, n in zip(padded, counts, strict=True)]
+        beyond = [int((row > int(n)).sum()) for row, n in zip(padded, counts, strict=True)]
         fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
     return fillers
 
