@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from megatron_loss_agg.mcore import LossHook
+from megatron_loss_agg.mcore.call import Call
+from megatron_loss_agg.mcore.checks.scaling import measured_factor, model_wrapper
 from megatron_loss_agg.mcore.scale import MegatronScale
 from tests.host import gpt, parallel_state
 from tests.host.harness import MODELS, TOPOLOGIES, error_of, on_ranks_of
@@ -180,6 +182,19 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
                     measured, error = first_step_of(ddp, **trust)
                 assert measured == (None if says else ONE), case
                 assert_says(error, says)
+
+
+@on_ranks_of("ep2-tp2-sp")
+def test_experts_of_any_model_chunk_are_measured(name: str) -> None:
+    config = TOPOLOGIES[name].config
+    with finalized(without_experts):
+        chunks = [built(config={**MODELS["moe"], **config}), built(config=config)]
+    arguments = {"model": chunks, "num_microbatches": 1}
+    arguments |= dict.fromkeys(("forward_step_func", "data_iterator"))
+    call = Call.of(arguments, {}, "zigzag")
+    wrap = model_wrapper(call)
+    assert wrap is not None
+    assert measured_factor(call, wrap) != ONE
 
 
 def test_a_patched_megatron_that_only_adds_up_needs_no_factor() -> None:
