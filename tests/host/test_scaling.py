@@ -186,9 +186,9 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
 
 @on_ranks_of("ep2-tp2-sp")
 def test_experts_of_any_model_chunk_are_measured(name: str) -> None:
-    config = TOPOLOGIES[name].config
+    config = {**MODELS["moe"], **TOPOLOGIES[name].config}
     with finalized(without_experts):
-        chunks = [built(config={**MODELS["moe"], **config}), built(config=config)]
+        chunks = [built(config=config), built(config={**config, "moe_layer_freq": [0, 0]})]
     arguments = {"model": chunks, "num_microbatches": 1}
     arguments |= dict.fromkeys(("forward_step_func", "data_iterator"))
     call = Call.of(arguments, {}, "zigzag")
