@@ -188,7 +188,9 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
 def test_experts_of_any_model_chunk_are_measured(name: str) -> None:
     config = {**MODELS["moe"], **TOPOLOGIES[name].config}
     with finalized(without_experts):
-        chunks = [built(config=config), built(config={**config, "moe_layer_freq": [0, 0]})]
+        chunks = [built(config=config), built(config=config)]
+    for parameter in chunks[-1].parameters():
+        parameter.allreduce = True  # as Megatron marks those of layers without experts
     arguments = {"model": chunks, "num_microbatches": 1}
     arguments |= dict.fromkeys(("forward_step_func", "data_iterator"))
     call = Call.of(arguments, {}, "zigzag")
