@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.results import Results
 from benchmarks.shapes import LAYOUTS, MODE, microbatch
-from megatron_loss_agg import Microbatch, StepPlan, weighted_sum
+from megatron_loss_agg import Microbatch, StepPlan, collectives, weighted_sum
 
 NUMBER = 8
 """Microbatches of a step on one rank, at most."""
@@ -99,7 +99,7 @@ def _fake_group(ranks: int) -> Iterator[Any]:
 def _gathering_by(gather: Callable[..., None]) -> Iterator[None]:
     """Replace the all-gather of CPU tensors by ``gather``."""
     with (
-        mock.patch.object(dist, "all_gather_into_tensor", gather),
+        mock.patch.object(collectives, "all_gather_into", gather),
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo"),
     ):
         yield

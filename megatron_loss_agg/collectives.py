@@ -17,6 +17,9 @@ from megatron_loss_agg.errors import PeerError
 
 _T = TypeVar("_T")
 
+# torch 2.13 renamed it, and warns of the former name.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Failure(NamedTuple):
     """The error of a rank that failed, sent in place of its part."""
@@ -69,7 +72,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
         return row.cpu().unsqueeze(0)
     sent = for_backend(row, group)
     rows = sent.new_empty(ranks_of(group) * row.numel())
-    dist.all_gather_into_tensor(rows, sent, group=group)
+    all_gather_into(rows, sent, group=group)
     return rows.view(-1, row.numel()).cpu()
 
 

@@ -234,8 +234,8 @@ class LossHook:
         microbatches = listed(microbatches)
         if not microbatches:
             raise DataError(
-                "hook.step must get a microbatch on every rank, since the others wait for its counts, got "
-                "none. Give one with a mask of 0, or use hook.stream, where a rank may make no call."
+                "hook.step must get a microbatch on every rank, since the others wait for its counts, "
+                "got none. Give one with a mask of 0, or use hook.stream, where a rank may make no call."
             )
         self._open_step = step = Step(self, microbatches)
         try:
