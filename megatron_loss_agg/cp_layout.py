@@ -73,19 +73,20 @@ class CPLayout:
                 "cu_seqlens_padded must be int32 or int64 [sequences + 1] that starts at 0 and "
                 f"does not decrease, got {cu_seqlens_padded}. Pass the offsets of the padded pack."
             )
-        starts = cu_seqlens_padded.long()
-        lengths = starts.diff()
+        lengths = cu_seqlens_padded.long().diff()
+        if cp_size <= 1:
+            return cls(lengths.new_zeros(int(lengths.sum())), cp_size, cp_rank)
         uneven = (lengths % (2 * cp_size) != 0).nonzero()
-        if cp_size > 1 and uneven.numel():
+        if uneven.numel():
             first = int(uneven[0])
             raise DataError(
                 f"the length of a sequence must be a multiple of 2 * cp_size = {2 * cp_size}, got "
                 f"{int(lengths[first])} for sequence {first}. Pad it, and pass the padded offsets."
             )
-        start, length = torch.stack([starts[:-1], lengths]).repeat_interleave(lengths, dim=1)
-        position_in_sequence = torch.arange(len(start), device=starts.device) - start
-        chunk = position_in_sequence * (2 * cp_size) // length
-        return cls(torch.minimum(chunk, 2 * cp_size - 1 - chunk), cp_size, cp_rank)
+        chunk = torch.arange(2 * cp_size, device=lengths.device)
+        rank_of_chunk = torch.minimum(chunk, 2 * cp_size - 1 - chunk).repeat(len(lengths))
+        chunk_lengths = (lengths // (2 * cp_size)).repeat_interleave(2 * cp_size)
+        return cls(rank_of_chunk.repeat_interleave(chunk_lengths), cp_size, cp_rank)
 
     @classmethod
     def contiguous(cls, total_len: int, cp_size: int, cp_rank: int) -> CPLayout:
