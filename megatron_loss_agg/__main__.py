@@ -77,8 +77,8 @@ def _install(command: list[str], cpu: bool) -> FlagUse:
     """Install the plugin for a script and its flags; with ``cpu``, Megatron runs without a GPU.
 
     Raises:
-        OptionError: there is no such script.
-        AggregationError: as `install`.
+        OptionError: the script does not exist.
+        AggregationError: see `install`.
     """
     script, *script_args = command
     if not Path(script).is_file():
@@ -134,9 +134,9 @@ def _run_script(script: str, use: FlagUse) -> int:
 
 
 def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """``trace`` from the first frame of ``script`` on, without those of the launcher.
+    """``trace`` from the first frame of ``script`` on, without the launcher's frames.
 
-    The last frame stays in any case, since it raised the error.
+    The last frame is always kept, since it raised the error.
     """
     frames = []
     while trace is not None:
@@ -158,7 +158,7 @@ def _script_frames(trace: TracebackType | None, script: str) -> TracebackType | 
 
 
 def _read_data(flags: Sequence[str], number: int) -> Iterator[Microbatch]:
-    """The first rows of a run's training data; imports Megatron, which `explain` alone does not."""
+    """The first rows of a run's training data. Imports Megatron, unlike `explain` itself."""
     from megatron_loss_agg.launch import data
 
     return data.read(flags, number)

@@ -1,24 +1,24 @@
 """Aggregation modes: the weight of a token under each.
 
-A mode is a path of units from outside to inside: a mean over the groups of the first, in each of
-these over those of the next, and so on; the last one pools its tokens. So token ``t`` of sample
-``s``, with loss mask ``m``, gets the weight
+A mode is a path of units from outside to inside: a mean over the groups of the first unit, within
+each of them a mean over the groups of the next unit, and so on; groups of the last unit pool their
+tokens. So token ``t`` of sample ``s``, with loss mask ``m``, gets the weight
 
     w_t = m_t / (D * M_within(s) * C(s) * N_across)
 
-``N_across`` is the number of the outermost groups in the whole optimizer step; ``C`` the product,
-over all units of the path but the first, of the number of groups that have the same parent as that
-of ``s`` (1 on a path of one unit); ``M_within`` the mask sum of the innermost group, and ``D`` the
-divisor. A sample's own weight ``v_s`` multiplies it; if such weights count, ``V_across`` takes the
-place of ``N_across``:
+``N_across`` is the number of outermost groups in the whole optimizer step. ``C`` is the product,
+over all units of the path except the first, of the number of groups with the same parent as the
+group of ``s`` (1 on a path of one unit). ``M_within`` is the mask sum of the innermost group, and
+``D`` is the divisor. The weight is multiplied by the sample's own weight ``v_s``; if such weights
+count, ``V_across`` replaces ``N_across``:
 
     w_t = v_s m_t / (D * M_within(s) * C(s) * V_across)
     V_across = sum over innermost groups g of V_g / C(g)
     V_g = (sum over samples s of g of v_s M_s) / M_g, the mean weight of the group's tokens
 
 ``V_g`` of a group without tokens is the mean of ``v_s`` over its samples. ``token_mean`` has no
-outer mean: its ``V_across`` is the mean weight of the step's tokens. Where data sets have weights,
-``v_s`` is the sample's own weight times that of its data set.
+outer mean: its ``V_across`` is the mean weight of the step's tokens. If data sets have weights,
+``v_s`` is the sample's own weight times the weight of its data set.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.presets import PRESETS, SYSTEMS, presets_of
 
 Unit = str
-"""A way to group the samples of an optimizer step: one of `WITHOUT_IDS`, or by ids of that name."""
+"""A way to group the samples of an optimizer step: one of `WITHOUT_IDS`, or a name of ids."""
 WITHOUT_IDS: tuple[Unit, ...] = ("all", "microbatch", "sample")
 BY_ID: tuple[Unit, ...] = ("prompt", "rollout", "dataset")
-"""Units whose ids are fields of `Microbatch` (``<unit>_ids``); others have theirs in ``ids``."""
+"""Units whose ids are fields of `Microbatch` (``<unit>_ids``). Other units' ids are in ``ids``."""
 
 
 class Mode(NamedTuple):
     """One row of the table of modes."""
 
     path: tuple[Unit, ...]  # units from outside to inside, see above
-    pools: bool = True  # divide by the mask sum of the innermost group; without a path, of the step
+    pools: bool = True  # divide by the mask sum of the innermost group, or of the step if no path
     divisor: Literal["refused", "optional", "required"] = "refused"
 
 
@@ -77,20 +77,20 @@ class LossAggregation:
 
     Raises:
         OptionError: an unknown ``mode``, ``empty``, ``rejected`` or ``sample_weights``;
-            ``levels``, a ``count``, ``divisor`` or ``function`` that the mode needs and lacks, or
-            does not take; a divisor that is not a finite number > 0; or ``dataset_weights`` that
-            are not numbers >= 0, or without ``sample_weights``.
+            ``levels``, ``count``, ``divisor`` or ``function`` missing where the mode needs it, or
+            given where the mode does not take it; a divisor that is not a finite number > 0; or
+            ``dataset_weights`` that are not numbers >= 0, or without ``sample_weights``.
     """
 
     _: KW_ONLY
     mode: str
-    """The unit of the mean: a name of the table in docs/modes.md."""
+    """The unit of the mean: a name from the table in docs/modes.md."""
     divisor: float | None = None
     """D of `constant` and `sum`, in tokens."""
     empty: str = "count"
     """`count` or `skip` groups without active tokens in N_across and C."""
     count: str | None = None
-    """Unit of N_across, if not the one of the mode."""
+    """Unit of N_across, if not the mode's own."""
     levels: Sequence[str] | None = None
     """For `nested_mean`: units from outside to inside, such as ("prompt", "rollout", "sample") or
     "prompt,rollout,sample": the mean over prompts of the mean over each prompt's rollouts of the
@@ -106,11 +106,11 @@ class LossAggregation:
     """
     dataset_weights: Mapping[int, float] | None = field(default=None, hash=False)
     """A weight >= 0 for each data set, by its id in `Microbatch.dataset_ids`, such as {0: 0.5, 1: 2}
-    or "0:0.5,1:2". It multiplies the weights of the data set's samples; `sample_weights` must be set,
-    too. In an evaluation a data set without a weight has weight 1.
+    or "0:0.5,1:2". It multiplies the weights of the data set's samples; `sample_weights` must be
+    set, too. In an evaluation, a data set without a weight has weight 1.
     """
     function: Callable[..., Any] | None = field(default=None, hash=False)
-    """For `custom`: the `Samples` of all ranks -> the coefficient ``c_s`` of each."""
+    """For `custom`: maps the `Samples` of all ranks to the coefficient ``c_s`` of each."""
     name: str | None = field(default=None, repr=False)
     """The `label`, if not the mode; `preset` sets it to the preset's name."""
 
@@ -171,12 +171,12 @@ class LossAggregation:
 
     @functools.cached_property
     def label(self) -> str:
-        """The name of the preset, or else the mode."""
+        """The name of the preset, otherwise the mode."""
         return self.name or self.mode
 
     @functools.cached_property
     def path(self) -> tuple[Unit, ...]:
-        """The units of its means, from outside to inside."""
+        """The units of the means, from outside to inside."""
         return MODES[self.mode].path if self.levels is None else (*self.levels,)
 
     @functools.cached_property
@@ -193,14 +193,14 @@ class LossAggregation:
 
     @functools.cached_property
     def units(self) -> set[Unit]:
-        """All units by which it groups tokens."""
+        """All units that it groups tokens by."""
         weighted_unit = None if self.dataset_weights is None else "dataset"
         units = (self.within, self.across, weighted_unit, *self.path)
         return {unit for unit in units if unit is not None}
 
     @property
     def ignores_samples(self) -> bool:
-        """Whether all active tokens of a microbatch have one weight, whatever their samples."""
+        """True if a microbatch's active tokens all have one weight, whatever their samples."""
         sample_options = (self.function, self.rejected, self.sample_weights)
         return self.units <= {"all", "microbatch"} and all(x is None for x in sample_options)
 
@@ -211,7 +211,7 @@ class LossAggregation:
 
     @functools.cached_property
     def weighted(self) -> Unit | None:
-        """The unit of ``V_g``; None where `sample_weights` are in no denominator."""
+        """The unit of ``V_g``; None if `sample_weights` are in no denominator."""
         if self.sample_weights != "count":
             return None
         innermost = self.path[-1] if self.path else self.within
@@ -353,7 +353,7 @@ class Term:
 
 
 def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
-    """``terms`` with a multiplier each; OptionError unless there is at least one."""
+    """``terms``, each with a multiplier; OptionError unless there is at least one."""
     if not isinstance(terms, Mapping) or not terms:
         raise OptionError(
             f"terms must be a mapping of names to Term or LossAggregation, got {terms!r}. Give one."
@@ -362,32 +362,32 @@ def named_terms(terms: Mapping[str, Term | LossAggregation]) -> dict[str, Term]:
 
 
 def units_by_id(terms: Mapping[str, Term]) -> set[Unit]:
-    """The units of all terms that need ids."""
+    """The units, of all terms, that need ids."""
     return {unit for term in terms.values() for unit in term.aggregation.by_id}
 
 
 def units_read(terms: Mapping[str, Term]) -> list[Unit]:
-    """The units with ids that are read: those that the terms need, and the usual ones.
+    """The units whose ids are read: those that the terms need, and the usual ones.
 
-    A custom function also gets the ids of all other names that every microbatch has.
+    A custom function also gets ids of any other name that every microbatch has.
     """
     return sorted({*BY_ID, *units_by_id(terms)})
 
 
 def is_preset(name: object) -> bool:
-    """True for "system/name", and for the name of a system, whose error lists its presets."""
+    """True for "system/name", and for a system's name alone (the error then lists its presets)."""
     return isinstance(name, str) and ("/" in name or name.lower() in SYSTEMS)
 
 
 def takes_divisor(name: str) -> bool:
-    """Whether the mode or the preset of this name takes a divisor."""
+    """True if the mode or preset of this name takes a divisor."""
     if name in PRESETS:
         return PRESETS[name].needs_divisor
     return name in MODES and MODES[name].divisor != "refused"
 
 
 def aggregation_named(name: str, **options: Any) -> LossAggregation:
-    """The mode or the preset of this name, with options of its own."""
+    """The mode or preset of this name, with its options."""
     return (
         LossAggregation.preset(name, **options)
         if is_preset(name)
@@ -396,7 +396,7 @@ def aggregation_named(name: str, **options: Any) -> LossAggregation:
 
 
 def words_in(text: str) -> list[str]:
-    """The words of ``text``, with commas or spaces between."""
+    """The words of ``text``, separated by commas or spaces."""
     return text.replace(",", " ").split()
 
 
@@ -441,7 +441,7 @@ def _advice_on_mode(name: object) -> str:
     if name in PRESETS:
         return f"It is a preset: write LossAggregation.preset({name!r})."
     words = str(name).lower().replace("-", "_")
-    # Systems have one name for different means, and different names for one.
+    # Systems share a name for different means, and have different names for the same mean.
     system_presets = [x for x in PRESETS if x.partition("/")[2].replace("-", "_") == words]
     if words in MODES and words != name:
         also = (

@@ -1,4 +1,4 @@
-"""Collectives, most of which raise on every rank if one rank fails, instead of hanging."""
+"""Collectives. Most of them raise on every rank if one rank fails, instead of hanging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class Failure(NamedTuple):
-    """The error of a rank that failed, sent in place of its part."""
+    """The error of a rank that failed, sent instead of its part."""
 
     error: str
 
@@ -32,10 +32,10 @@ def gather_objects(mine: Callable[[], _T], group: dist.ProcessGroup | None, doin
 
     Args:
         mine: makes this rank's part, an object that can be pickled.
-        doing: the work of the ranks, for the error: "counting the step".
+        doing: the work of the ranks, for the error, such as "counting the step".
 
     Raises:
-        PeerError: ``mine`` failed on another rank. On the rank itself its own error is raised.
+        PeerError: ``mine`` failed on another rank. The rank that failed raises its own error.
     """
     if ranks_of(group) == 1:
         return [mine()]
@@ -77,7 +77,7 @@ def all_gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
-    """Whether ``flag`` is set on any rank of ``group``. Waits for the device."""
+    """True if ``flag`` is set on any rank of ``group``. Waits for the device."""
     return bool(all_gather(torch.tensor([int(flag)]), group).any())
 
 
@@ -87,11 +87,11 @@ def failing_together(
 ) -> Iterator[None]:
     """Raise PeerError with ``message`` if the body failed only on other ranks of ``groups``.
 
-    All of their ranks must enter. A failure spreads along the groups in this order.
+    All ranks of these groups must enter. A failure spreads through the groups in the given order.
 
     Args:
-        when: the same on all ranks. If False, no rank waits for the others, and an error is raised
-            on its rank alone.
+        when: must be the same on all ranks. If False, no rank waits for the others, and an error is
+            raised only on the rank where it occurs.
     """
     if not when:
         yield
@@ -109,7 +109,7 @@ def failing_together(
 
 @contextlib.contextmanager
 def failing_in_broadcast(group: dist.ProcessGroup) -> Iterator[None]:
-    """Around what comes before a `broadcast`: if it fails on rank 0, the others raise PeerError."""
+    """Wrap the code before a `broadcast`: if it fails on rank 0, the others raise PeerError."""
     try:
         yield
     except BaseException as error:  # SystemExit and KeyboardInterrupt too
@@ -119,13 +119,13 @@ def failing_in_broadcast(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def broadcast(x: Any, group: dist.ProcessGroup, doing: str = "planning the step") -> Any:
-    """``x`` of rank 0 of ``group``, on all of its ranks; all must call.
+    """``x`` from rank 0 of ``group``, on all ranks of the group; all must call.
 
     Args:
         doing: the work of rank 0, for the error.
 
     Raises:
-        PeerError: rank 0 failed before, in `failing_in_broadcast`.
+        PeerError: rank 0 failed earlier, in `failing_in_broadcast`.
     """
     if dist.get_world_size(group) == 1:
         return x
@@ -140,7 +140,7 @@ def broadcast(x: Any, group: dist.ProcessGroup, doing: str = "planning the step"
 def broadcast_result(
     make: Callable[[], _T], group: dist.ProcessGroup, doing: str = "planning the step"
 ) -> _T:
-    """The result of ``make`` on rank 0 of ``group``, on all of its ranks; as `broadcast`."""
+    """The result of ``make`` on rank 0 of ``group``, on all ranks of the group; see `broadcast`."""
     result = None
     with failing_in_broadcast(group):
         if dist.get_rank(group) == 0:
@@ -150,7 +150,7 @@ def broadcast_result(
 
 
 def for_backend(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x`` on a device that ``group``'s backend accepts: where it is already, if possible."""
+    """``x`` on a device that ``group``'s backend accepts: its present one, if possible."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if "gloo" not in backends.values():
         return x.to(torch.accelerator.current_accelerator() or "cpu")
@@ -177,7 +177,7 @@ class SumOverRanks(torch.autograd.Function):
 
 def _all_gather_object(part: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The parts of all ranks, in two collectives and two waits for the device."""
-    assert group is not None  # one rank alone gathers nothing
+    assert group is not None  # a single rank gathers nothing
     data = torch.frombuffer(bytearray(pickle.dumps(part)), dtype=torch.uint8)
     with torch.no_grad():
         sizes = all_gather(torch.tensor([len(data)]), group).flatten().tolist()

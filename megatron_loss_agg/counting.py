@@ -1,9 +1,9 @@
-"""Counts a step: one table of all ranks' samples, from which every coefficient is read.
+"""Counts a step: one table of all ranks' samples gives every coefficient.
 
     w_t = m_t * c_s        c_s = v_s / (D * M_within * C * N_across)
 
-Every rank has the samples of all ranks (see `exchange`), and computes the same coefficients from
-the same table.
+Every rank has the samples of all ranks (see `exchange`) and computes the same coefficients from the
+same table.
 
 Suffixes: ``_S`` one number for each sample, ``_G`` one for each group.
 """
@@ -35,9 +35,9 @@ _SMALLEST_FP32 = torch.finfo(torch.float32).tiny  # the smallest normal number
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a step, one row each: of one rank, or of all ranks in their order.
+    """The samples of a step, one row each: of one rank, or of all ranks in rank order.
 
-    A function of mode ``custom`` gets those of all ranks. Vectors are on the CPU.
+    A function of mode ``custom`` gets the samples of all ranks. Vectors are on the CPU.
     """
 
     mask_sum: Tensor
@@ -49,7 +49,7 @@ class Samples:
     microbatch: Tensor
     """int64 [samples]: the number of the sample's microbatch in the step."""
     ids: Mapping[Unit, Tensor] = field(default_factory=dict)
-    """int64 [samples] by unit, such as ``ids["prompt"]``; of units that every microbatch has."""
+    """int64 [samples] by unit, such as ``ids["prompt"]``, for units that every microbatch has."""
     active_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [microbatches]: positions with a nonzero mask."""
     routed_tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -58,12 +58,12 @@ class Samples:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches, those without samples included."""
+        """Number of microbatches, including those without samples."""
         return len(self.active_tokens)
 
     @property
     def model_tokens(self) -> Tensor:
-        """int64 [microbatches], as Megatron counts them: routed tokens, or else active ones."""
+        """int64 [microbatches], as Megatron counts them: routed tokens, otherwise active ones."""
         return torch.where(self.routed_tokens < 0, self.active_tokens, self.routed_tokens)
 
     def copied(self) -> Samples:
@@ -76,7 +76,7 @@ class Samples:
         """The groups of ``unit`` among the samples, computed once for the table.
 
         Raises:
-            DataError: some microbatch has no ids of that unit.
+            DataError: some microbatch has no ids for this unit.
         """
         if unit not in self._groups:
             self._groups[unit] = self._compute_groups(unit)
@@ -118,15 +118,15 @@ class StepCounts(NamedTuple):
     """Counts over the whole optimizer step: all microbatches of all data-parallel ranks."""
 
     tokens: float  # sum of the masks that count
-    accepted_tokens: float  # without those of rejected samples
-    all_tokens: float  # with them
+    accepted_tokens: float  # without tokens of rejected samples
+    all_tokens: float  # with tokens of rejected samples
     active_tokens: int | None  # positions with a nonzero mask; None in a plan from mask sums
-    model_tokens: int  # as Megatron counts them: routed tokens, or else active ones
+    model_tokens: int  # as Megatron counts them: routed tokens, otherwise active ones
     microbatches: int
     all_samples: int
     rejected_samples: int
-    samples: int  # that count, as are the groups
-    rollouts: int | None  # None: some microbatch has no ids
+    samples: int  # only those that count; likewise for the groups below
+    rollouts: int | None  # None: some microbatch has no such ids
     prompts: int | None
     datasets: int | None
     across: float  # N_across or V_across; 1 without an outer mean
@@ -134,22 +134,22 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The token sequences of one microbatch from which losses by sample are computed."""
+    """The token sequences that one microbatch's losses by sample are computed from."""
 
     shape: MicrobatchShape
     mask_sum: Tensor  # fp64 [sequences]
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> Sequences:
-        """The sequences of ``microbatch``, which is on the CPU; DataError for bad values."""
+        """The sequences of a ``microbatch`` on the CPU; DataError for bad values."""
         return cls(microbatch.shape, sums_by_sample([microbatch]))
 
 
 def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> Samples:
-    """The samples of this rank's microbatches, which are on the CPU.
+    """The samples of this rank's microbatches, which must be on the CPU.
 
     Args:
-        units: ids of these units are read if every microbatch with samples has them.
+        units: their ids are read if every microbatch with samples has them.
 
     Raises:
         DataError: bad masks, offsets or sample weights.
@@ -168,7 +168,7 @@ def read_samples(microbatches: Sequence[Microbatch], units: Sequence[Unit]) -> S
         if all(x is not None for x in columns):
             ids[unit] = _concatenated(columns, torch.int64)
     routed = [-1 if m.routed_tokens is None else m.routed_tokens for m in microbatches]
-    # Of floats, counting nonzero ones is slow.
+    # Counting nonzero floats is slow.
     active = [int(m.loss_mask.bool().count_nonzero()) for m in microbatches]
     return Samples(
         mask_sum=sums_by_sample(microbatches),
@@ -192,7 +192,7 @@ def sums_by_sample(microbatches: Sequence[Microbatch]) -> Tensor:
 
 
 def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> None:
-    """Raise DataError unless the microbatches have all that ``agg`` needs, and nothing it ignores."""
+    """Raise DataError unless microbatches have everything ``agg`` needs and nothing it ignores."""
     for name in ("rejected", "sample_weights"):
         if getattr(agg, name) is None and any(getattr(m, name) is not None for m in microbatches):
             raise DataError(
@@ -263,7 +263,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
 
 
 def without_skipped(agg: LossAggregation, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Mask sums, and a 1 for each sample, both 0 for skipped samples: fp64 [samples] each.
+    """Mask sums, and ones for the samples; both are 0 for skipped samples: fp64 [samples] each.
 
     A rejected sample is skipped if the aggregation leaves it out of the denominators.
     """
@@ -278,15 +278,15 @@ def coefficients(
 ) -> tuple[Tensor, float]:
     """``c_s`` of the samples of all ranks, fp64 [samples]; and ``N_across`` (or ``V_across``).
 
-    A sample that is rejected, or has no active token, has the coefficient 0.
+    A sample that is rejected or has no active tokens has coefficient 0.
 
     Args:
         is_evaluation: a data set without a weight in `dataset_weights` has weight 1.
 
     Raises:
-        DataError: a group with two parents, or coefficients that fp32 cannot hold. All ranks raise
-            it, since they have the same table.
-        OptionError: a custom function returned something else than coefficients.
+        DataError: a group with two parents, or coefficients that fp32 cannot represent. All ranks
+            raise it, since they have the same table.
+        OptionError: a custom function returned something other than coefficients.
     """
     if agg.function is not None:
         c_S = _custom_coefficients(agg, samples)
@@ -297,7 +297,7 @@ def coefficients(
     groups = {unit: samples.groups(unit) for unit in agg.units}
 
     def is_counted_G(unit: Unit) -> Tensor:
-        """For each group of ``unit``, whether a mean includes it: bool [groups]."""
+        """True for each group of ``unit`` that a mean includes: bool [groups]."""
         return groups[unit].sums(mask_S if agg.empty == "skip" else counts_S) > 0
 
     # M_within: the mask sum of the innermost group.
@@ -305,7 +305,7 @@ def coefficients(
     if agg.within is not None:
         within_S = groups[agg.within].sums(mask_S)[groups[agg.within].group_S]
 
-    # C: on each inner level of the path, how many groups have the same parent.
+    # C: on each inner level of the path, the number of groups with the same parent.
     siblings_S = torch.ones_like(mask_S)
     for outer, inner in pairwise(agg.path):
         parents, children = groups[outer], groups[inner]
@@ -317,7 +317,7 @@ def coefficients(
         number_G.index_add_(0, parent_G, is_counted_G(inner).double())
         siblings_S = siblings_S * number_G[parents.group_S]
 
-    # N_across: the number of outermost groups; or V_across: their weight.
+    # N_across, the number of outermost groups; or V_across, their weight.
     if agg.weighted == "all":
         tokens = float(mask_S.sum())
         across = float((v_S * mask_S).sum()) / tokens if tokens else 0.0
@@ -333,7 +333,7 @@ def coefficients(
         across = float(is_counted_G(agg.across).sum())
     else:
         across = 1.0
-    # Microbatches without samples are in no group, and count as empty ones.
+    # Microbatches without samples are in no group but count as empty groups.
     if (agg.weighted or agg.across) == "microbatch" and agg.empty == "count":
         microbatches_with_samples = int(is_counted_G("microbatch").sum())
         across += samples.microbatches - microbatches_with_samples
@@ -347,7 +347,7 @@ def coefficients(
 
 
 def _sample_weights(agg: LossAggregation, samples: Samples, is_evaluation: bool) -> Tensor:
-    """``v_s``, with the weight of the sample's data set."""
+    """``v_s``, including the weight of the sample's data set."""
     weights = agg.dataset_weights
     if weights is None:
         return samples.weight
@@ -355,7 +355,7 @@ def _sample_weights(agg: LossAggregation, samples: Samples, is_evaluation: bool)
     ids = datasets.ids_G.tolist()
     missing = [d for d in ids if d not in weights]
     if is_evaluation:
-        # Validation data have a blend of their own, which may have further data sets.
+        # Validation data have their own blend, which may contain other data sets.
         weights = {**weights, **dict.fromkeys(missing, 1.0)}
     elif missing:
         raise DataError(
@@ -390,7 +390,7 @@ def _custom_coefficients(agg: LossAggregation, samples: Samples) -> Tensor:
 def _check_one_parent(
     agg: LossAggregation, samples: Samples, outer: Unit, inner: Unit, parent_G: Tensor
 ) -> None:
-    """Raise DataError if a group of ``inner`` lies in two groups of ``outer``."""
+    """Raise DataError if a group of ``inner`` is in two groups of ``outer``."""
     parents, children = samples.groups(outer), samples.groups(inner)
     strays = (parent_G[children.group_S] != parents.group_S).nonzero()
     if strays.numel():
@@ -406,7 +406,7 @@ def _check_one_parent(
 
 
 def _check_range(c_S: Tensor) -> None:
-    """Raise DataError where fp32 overflows or has less than 24 bits."""
+    """Raise DataError if a coefficient overflows in fp32, or is subnormal there."""
     size_S = c_S[c_S != 0].abs()
     if not size_S.numel():
         return
@@ -465,7 +465,7 @@ def _sums(microbatch: Microbatch, i: int) -> Tensor:
     bounds = _segment_bounds(microbatch, i)
     flat = mask.reshape(-1).double()
     sums = torch.segment_reduce(flat, "sum", offsets=bounds, unsafe=True)
-    # Segments alternate: a sample, the padding behind it. The last sample is an empty one.
+    # Segments alternate: a sample, then the padding after it. The last sample is empty.
     sample_sums, padding_sums = sums[:-2:2], sums[1::2]
     if bool(padding_sums.any()):
         raise DataError(
@@ -478,7 +478,7 @@ def _sums(microbatch: Microbatch, i: int) -> Tensor:
 def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
     """Segment boundaries of a pack: start and end of each sample in turn, then the end of the mask.
 
-    int64 [2 * samples + 3]; the last sample is an empty one.
+    int64 [2 * samples + 3]; the last sample is empty.
 
     Raises:
         DataError: see `sums_by_sample`.

@@ -14,11 +14,11 @@ from megatron_loss_agg.counting import StepCounts
 from megatron_loss_agg.presets import PRESETS
 
 _WIDTH = 80
-"""Columns of a terminal."""
+"""Width of a terminal in columns."""
 
 
 def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """``title``, and below it a text for each label: lines of at most 80 columns where words fit."""
+    """``title``, then a text for each label, wrapped to 80 columns unless a word is longer."""
     rows = list(rows)
     indent = max((len(label) for label, _ in rows), default=0) + 4  # "  label: text"
     lines = [title]
@@ -35,9 +35,9 @@ def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 def print_lines(title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print `in_lines`, with the title as a rule that the eye finds in a long log.
+    """Print `in_lines`, with the title as a rule that is easy to find in a long log.
 
-    On a terminal the rule is in colour.
+    On a terminal the rule is coloured.
     """
     rule = f"==== {title} ".ljust(_WIDTH, "=")
     is_coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -51,7 +51,7 @@ def title_and_weights(
 
     Args:
         formulas: from `formula`.
-        who: the model that is trained, such as ``critic``, where a process trains several.
+        who: the model being trained, such as ``critic``, if a process trains several.
     """
     title = f"loss aggregation of the {who}: " if who else "loss aggregation: "
     (name, term), *others = terms.items()
@@ -65,7 +65,7 @@ def title_and_weights(
 
 
 def terms_in_words(terms: Mapping[str, Term]) -> str:
-    """The modes and all options that are not the default; the same text in every process."""
+    """The modes and all options other than defaults; the same text in every process."""
     return " + ".join(_term_in_words(name, term) for name, term in terms.items())
 
 
@@ -73,8 +73,8 @@ def formula(agg: LossAggregation, counts: StepCounts | None = None) -> str:
     """The weight of a token in words, such as ``w_t = m_t / (M_sample * 10)``.
 
     Args:
-        counts: those of a step with tokens, to show numbers in place of ``M_all`` and ``N_across``
-            (or ``V_across``).
+        counts: from a step with tokens, to show numbers instead of ``M_all`` and ``N_across`` (or
+            ``V_across``).
     """
     if agg.mode == "custom":
         return "w_t = m_t * function(samples)"
@@ -102,7 +102,7 @@ def counts_in_words(counts: StepCounts, kind: str = "", unit: str = "token") -> 
 
     Args:
         kind: the kind of sample, such as "pairs".
-        unit: what the masks mark: a "token", or a "loss".
+        unit: the thing that the masks mark: a "token", or a "loss".
     """
     samples = number_of(counts.samples, "sample")
     words = [f"{samples} ({kind})" if kind else samples]
@@ -117,7 +117,7 @@ def counts_in_words(counts: StepCounts, kind: str = "", unit: str = "token") -> 
     if counts.active_tokens in (None, counts.all_tokens):
         words.append(f"{counts.tokens:.10g} {plural(unit)}")
     else:
-        # Active tokens are counted by microbatch, so those of rejected samples are among them.
+        # Active tokens are counted by microbatch, so they include those of rejected samples.
         active = "" if are_left_out else f"{counts.active_tokens} "
         words.append(f"{active}{plural(unit)} whose masks sum to {counts.tokens:.10g}")
     if counts.rejected_samples:
@@ -127,7 +127,7 @@ def counts_in_words(counts: StepCounts, kind: str = "", unit: str = "token") -> 
 
 
 def aggregation_in_words(agg: LossAggregation) -> str:
-    """The mode and all options that are not the default."""
+    """The mode and all options other than defaults."""
     preset = PRESETS.get(agg.label)
     settings = [] if agg.label == agg.mode else [agg.label]
     for field in fields(agg):
@@ -139,12 +139,12 @@ def aggregation_in_words(agg: LossAggregation) -> str:
 
 
 def number_of(number: int, thing: str) -> str:
-    """Such as ``1 sample`` or ``2 microbatches``."""
+    """A count with its noun, such as ``1 sample`` or ``2 microbatches``."""
     return f"{number} {thing if number == 1 else plural(thing)}"
 
 
 def plural(thing: str) -> str:
-    """Such as ``samples``, ``losses`` or ``microbatches``."""
+    """The plural of a noun, such as ``samples``, ``losses`` or ``microbatches``."""
     return f"{thing}es" if thing.endswith(("ch", "s")) else f"{thing}s"
 
 
@@ -156,7 +156,7 @@ def _term_in_words(name: str, term: Term) -> str:
 
 
 def _is_mode_name(name: str, term: Term) -> bool:
-    """Whether the term is named after its mode or preset."""
+    """True if the term is named after its mode or preset."""
     return name in (term.aggregation.mode, term.aggregation.label)
 
 
@@ -165,7 +165,7 @@ def _multiplied(text: str, term: Term) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A word, a number, or the name of a function, whose address differs between processes."""
+    """A word, a number, or a function's name (its address differs between processes)."""
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, tuple):

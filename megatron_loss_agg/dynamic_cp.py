@@ -1,7 +1,7 @@
 """Dynamic context parallelism: several ranks hold one microbatch, and the first of them sends it.
 
-The ranks that hold a microbatch are consecutive, and the first is a multiple of their number. The
-others look up its rows in the table of all ranks.
+The ranks that hold a microbatch are consecutive, and the first rank is a multiple of their number.
+The others look up the microbatch's rows in the table of all ranks.
 
 Suffixes: ``_M`` one number for each microbatch of the table.
 """
@@ -20,7 +20,7 @@ from megatron_loss_agg.microbatch import Microbatch
 
 
 class _Key(NamedTuple):
-    """Names a microbatch among those of all ranks."""
+    """Identifies a microbatch among those of all ranks."""
 
     first_rank: int
     num_holders: int
@@ -28,13 +28,13 @@ class _Key(NamedTuple):
 
 
 class HeldMicrobatches:
-    """The microbatches that one rank holds, each together with others or alone.
+    """The microbatches that one rank holds, each alone or together with other ranks.
 
     Args:
         rank, num_ranks: in the group of data- and context-parallel ranks.
 
     Raises:
-        DataError: a microbatch of more ranks than there are, or two with one gid.
+        DataError: a microbatch of more ranks than there are, or two with the same gid.
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], rank: int, num_ranks: int) -> None:
@@ -56,7 +56,7 @@ class HeldMicrobatches:
     ) -> tuple[Tensor, Tensor]:
         """The rows of this rank's microbatches, and of its samples, in the table of all ranks.
 
-        Args: columns of the table.
+        The arguments are columns of the table.
 
         Raises:
             DataError: the first rank of a microbatch does not have it.
@@ -83,8 +83,9 @@ class HeldMicrobatches:
 def _keys(microbatches: Sequence[Microbatch], rank: int) -> list[_Key]:
     """The same key on all ranks that hold a microbatch.
 
-    Its number is the gid, which is >= 0. Without one it is negative, and counts the microbatches of
-    the same ranks: they compute them in one order, since the model's collectives demand it.
+    Its number is the gid, which is >= 0. Without a gid the number is negative and counts the
+    microbatches of the same ranks, which compute them in the same order, as the model's collectives
+    require.
     """
     counted: Counter[int] = Counter()
     keys = []

@@ -1,4 +1,4 @@
-"""Named errors. A message says what was got where something else is needed, and what to change."""
+"""Named errors. A message says what was got, what was expected, and what to change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class AggregationError(ValueError):
 
 
 class OptionError(AggregationError):
-    """An option, a flag or a user's function that is unknown, unusable or against another one."""
+    """An option, flag or user's function that is unknown, unusable or contradicts another one."""
 
 
 class DataError(AggregationError):
@@ -16,7 +16,7 @@ class DataError(AggregationError):
 
 
 class HostError(AggregationError):
-    """A Megatron version, setting or script whose loss cannot be weighed exactly."""
+    """A Megatron version, setting or script whose loss cannot be weighted exactly."""
 
 
 class PeerError(AggregationError):

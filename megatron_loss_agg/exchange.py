@@ -1,13 +1,13 @@
 """The exchange of a step: the samples of every rank become one table, the same on all ranks.
 
-A rank sends two rows of int64, and no objects. The first is a `Header` of fixed length. The headers
-of all ranks determine the `Columns`, and so the length of the second row, which has a number for
-each microbatch and each sample. Every column is padded to the length that the rank with the most
-microbatches or samples needs, so that all ranks are decoded at once:
+A rank sends two rows of int64 and no objects. The first is a `Header` of fixed length. The headers
+of all ranks determine the `Columns`, and thus the length of the second row, which holds the columns
+of microbatches and of samples. Every column is padded to the length needed by the rank with the
+most microbatches or samples, so that all ranks are decoded at once:
 
     [ranks, length]  ->  [ranks, columns, most samples]  ->  [samples of the step] of each column
 
-Only if a rank failed, or if ranks disagree on names, do they gather texts as objects.
+Ranks gather texts as objects only if one of them failed or they disagree on names.
 
 Suffixes: ``_R`` one number for each rank, ``_M`` one for each microbatch, ``_S`` one for each sample.
 """
@@ -40,7 +40,7 @@ from megatron_loss_agg.microbatch import Microbatch, MicrobatchShape, brought_to
 
 _READING = "reading the step"
 _PADDING = -1
-"""Fills columns of microbatches. No microbatch has this number of samples."""
+"""Pads columns of microbatches. No microbatch has this number of samples."""
 _ANOTHER_RANK_DIFFERED = (
     "another rank has a microbatch that the first of its context-parallel ranks lacks. Fix its error "
     "first."
@@ -48,14 +48,14 @@ _ANOTHER_RANK_DIFFERED = (
 
 
 class Header(NamedTuple):
-    """Facts about one rank from which the others derive the columns: integers alone."""
+    """Facts about one rank that the others derive the columns from. All are integers."""
 
     failed: int = 0
     terms: int = 0  # a hash of the terms in words
     has_masks_by_term: int = 0
-    num_microbatches: int = 0  # that the rank sends
+    num_microbatches: int = 0  # those that the rank sends
     num_samples: int = 0  # likewise
-    # Columns that hold one value alone on all ranks are not sent.
+    # A column with a single value on all ranks is not sent.
     has_weights: int = 0
     has_rejected: int = 0
     has_routed_tokens: int = 0
@@ -63,12 +63,12 @@ class Header(NamedTuple):
     has_prompt_ids: int = 0
     has_rollout_ids: int = 0
     has_dataset_ids: int = 0
-    names: int = 0  # a hash of the units whose names are the user's own; 0 for none
+    names: int = 0  # a hash of the user's own unit names; 0 for none
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of every rank's row: first those of microbatches, then those of samples."""
+    """The columns of every rank's row: first columns of microbatches, then columns of samples."""
 
     microbatch_names: Sequence[str]
     sample_names: Sequence[str]
@@ -81,7 +81,7 @@ class Columns:
 
         Args:
             headers: int64 [ranks, fields of `Header`].
-            names: units with ids on every rank whose names are the user's own.
+            names: the user's own units that have ids on every rank.
         """
         most, least = Header(*headers.amax(0).tolist()), Header(*headers.amin(0).tolist())
         microbatch_names = ["num_samples", "active_tokens"]
@@ -92,12 +92,12 @@ class Columns:
         sample_names += ["rejected"] if most.has_rejected else []
         units = [unit for unit in BY_ID if getattr(least, f"has_{unit}_ids")]
         sample_names += [f"{unit}_ids" for unit in sorted([*units, *names])]
-        # At least one microbatch, since collectives take no empty tensor.
+        # At least one microbatch, since collectives do not accept empty tensors.
         return cls(microbatch_names, sample_names, max(most.num_microbatches, 1), most.num_samples)
 
     @property
     def has_cp_sizes(self) -> bool:
-        """Whether microbatches have context-parallel ranks of their own."""
+        """True if microbatches have their own context-parallel ranks."""
         return "num_holders" in self.microbatch_names
 
     @property
@@ -111,7 +111,7 @@ class Columns:
     def blocks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Views of ``rows``, [ranks, length]: columns of microbatches, and columns of samples.
 
-        [ranks, columns, most microbatches] and [ranks, columns, most samples].
+        Their shapes are [ranks, columns, most microbatches] and [ranks, columns, most samples].
         """
         microbatches, samples = rows.split(self.lengths, dim=1)
         return (
@@ -124,9 +124,9 @@ class RankTable:
     """The microbatches and samples of one rank.
 
     Args:
-        microbatches: those of one term, or of all terms that share masks.
-        units: ids of these units are read if every microbatch with samples has them.
-        rank, num_ranks: in the process group of the exchange.
+        microbatches: of one term, or of all terms that share masks.
+        units: their ids are read if every microbatch with samples has them.
+        rank, num_ranks: this rank in the process group of the exchange, and the group's size.
 
     Raises:
         DataError: bad masks, offsets or sample weights; or a ``local_cp_size`` of more ranks than
@@ -149,27 +149,27 @@ class RankTable:
             None if m.sequences is None else Sequences.of(m.sequences) for m in on_cpu
         ]
         self.sizes = [m.num_samples for m in on_cpu]
-        # What this rank sends: everything, unless another rank is the first to hold a microbatch.
+        # This rank sends everything, unless another rank is the first to hold a microbatch.
         self.sent_microbatches: slice | Tensor = slice(None)
         self.sent_samples: slice | Tensor = slice(None)
         self.has_cp_sizes = any(m.local_cp_size is not None for m in microbatches)
         has_gids = any(m.gid is not None for m in microbatches)
-        if self.has_cp_sizes or has_gids:  # bad ones are an error before the exchange
+        if self.has_cp_sizes or has_gids:  # raises here, before the exchange, if they are bad
             self.sent_microbatches = self.held.is_first
             self.sent_samples = self.held.is_first[self.samples.microbatch]
 
     @cached_property
     def held(self) -> HeldMicrobatches:
-        """The microbatches under dynamic context parallelism, where several ranks hold one."""
+        """The microbatches under dynamic context parallelism, where several ranks may hold one."""
         return HeldMicrobatches(self.microbatches, self.rank, self._num_ranks)
 
     @property
     def names(self) -> list[Unit]:
-        """The units with ids whose names are the user's own."""
+        """The user's own units that have ids."""
         return sorted(self.samples.ids.keys() - {*BY_ID})
 
     def header(self, terms_hash: int = 0, has_masks_by_term: bool = False) -> Header:
-        """The header of this rank."""
+        """This rank's header."""
         samples = self.samples
         return Header(
             terms=terms_hash,
@@ -187,7 +187,7 @@ class RankTable:
         )
 
     def row(self, columns: Columns) -> Tensor:
-        """What this rank sends of its microbatches and samples: int64 [length of a row]."""
+        """The microbatches and samples that this rank sends: int64 [length of a row]."""
         row = torch.full((1, sum(columns.lengths)), _PADDING, dtype=torch.int64)
         microbatch_block, sample_block = columns.blocks(row)
         for name, column in zip(columns.microbatch_names, microbatch_block[0], strict=True):
@@ -206,7 +206,7 @@ class RankTable:
         return column
 
     def _sample_column(self, name: str) -> Tensor:
-        """As int64: numbers in fp64 by their bits, so that one collective takes all columns."""
+        """As int64, fp64 numbers bit for bit, so that one collective sends all columns."""
         if name.endswith("_ids"):
             # A rank without samples may not have the name.
             return self.samples.ids.get(name.removesuffix("_ids"), self.samples.microbatch)
@@ -216,12 +216,12 @@ class RankTable:
 
 @dataclass(frozen=True, eq=False)
 class StepTable:
-    """The samples of all ranks, and the rows of one rank's microbatches and samples among them."""
+    """The samples of all ranks, and which rows hold one rank's microbatches and samples."""
 
     samples: Samples
     rank_table: RankTable
     microbatch_rows: Tensor  # int64 [microbatches of the rank]
-    sample_rows: slice | Tensor  # int64 [samples of the rank], where they are no slice
+    sample_rows: slice | Tensor  # int64 [samples of the rank] if they are not a slice
 
     @classmethod
     def from_one_rank(cls, table: RankTable) -> StepTable:
@@ -239,7 +239,7 @@ class TermsInWords(NamedTuple):
 
 @contextlib.contextmanager
 def failing_in_exchange(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Around what comes before an `exchange`: if it fails, the other ranks raise PeerError."""
+    """Wrap the code before an `exchange`: if it fails, the other ranks raise PeerError."""
     try:
         yield
     except BaseException as error:  # SystemExit and KeyboardInterrupt too
@@ -252,21 +252,21 @@ def failing_in_exchange(group: dist.ProcessGroup | None) -> Iterator[None]:
 def exchange(
     terms: TermsInWords, tables: Mapping[str, RankTable], group: dist.ProcessGroup | None
 ) -> dict[str, StepTable]:
-    """The table of all ranks for each term, in two collectives for each table that differs.
+    """The table of all ranks for each term, in two collectives for each distinct table.
 
     All ranks of ``group`` must call, or fail in `failing_in_exchange`.
 
     Args:
         terms: must be the same on all ranks.
-        tables: this rank's table for each term: the same object for terms that share masks.
+        tables: this rank's table for each term; terms that share masks have the same object.
 
     Returns:
-        by term; one object for all if the terms share masks on every rank.
+        tables by term; the same object for all terms if they share masks on every rank.
 
     Raises:
-        PeerError: another rank failed before.
+        PeerError: another rank failed earlier.
         OptionError: the terms differ between ranks.
-        DataError, PeerError: the ranks that hold a microbatch are not those that should.
+        DataError, PeerError: a microbatch is not held by the ranks that should hold it.
     """
     if group is None or ranks_of(group) == 1:
         distinct = {id(x): StepTable.from_one_rank(x) for x in tables.values()}
@@ -296,7 +296,7 @@ def joined(rows: Tensor, columns: Columns, table: RankTable) -> StepTable:
     """The table of all ranks from their rows, int64 [ranks, length], on the rank of ``table``.
 
     Raises:
-        DataError: another rank should hold a microbatch of this rank, and does not.
+        DataError: another rank should hold a microbatch of this rank but does not.
     """
     microbatch_block, sample_block = columns.blocks(rows)
     is_microbatch = microbatch_block[:, 0] != _PADDING  # [ranks, most microbatches]
@@ -353,7 +353,7 @@ def _gather_table(table: RankTable, headers: Tensor, group: dist.ProcessGroup) -
 
 
 def _samples_from(values: Mapping[str, Tensor]) -> Samples:
-    """The table of all ranks' samples, from the values of each column that was sent."""
+    """The table of all ranks' samples, from the values of the columns that were sent."""
     num_samples_M, active_tokens = values["num_samples"], values["active_tokens"]
     mask_sum = values["mask_sum"].view(torch.float64)
     constant = {

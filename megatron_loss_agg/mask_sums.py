@@ -1,4 +1,4 @@
-"""Microbatches of which only the mask sums are known."""
+"""Microbatches with known mask sums but unknown masks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_loss_agg.tensors import described
 
 
 def microbatches_from(mask_sums: Any, ids: Any, by_sample: Mapping[str, Any]) -> list[Microbatch]:
-    """A microbatch for each vector of mask sums; each sample has all of its mask in one token.
+    """A microbatch for each vector of mask sums; each sample has its whole mask in one token.
 
     Args:
         mask_sums, ids: as in `StepPlan.from_mask_sums`.
-        by_sample: its other values by the fields of `Microbatch`; None where not given.
+        by_sample: its other arguments, by field of `Microbatch`; None if not given.
 
     Raises:
-        DataError: no vectors, or values that do not fit them.
+        DataError: mask sums that are not vectors, or values that do not fit them.
     """
     if ids is not None and not isinstance(ids, Mapping):
         raise DataError(
@@ -30,7 +30,7 @@ def microbatches_from(mask_sums: Any, ids: Any, by_sample: Mapping[str, Any]) ->
     fields = {name: x for name, x in by_sample.items() if x is not None}
     named_ids = dict(ids or {})
     is_list = isinstance(mask_sums, (list, tuple)) and not any(map(_is_number, mask_sums))
-    if not is_list:  # one microbatch, whose values are in no list either
+    if not is_list:  # one microbatch; its other values are not in lists either
         mask_sums = [mask_sums]
         fields = {name: [x] for name, x in fields.items()}
         named_ids = {unit: [x] for unit, x in named_ids.items()}

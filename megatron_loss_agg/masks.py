@@ -31,7 +31,7 @@ def predicting_mask(
 
 
 def shifted(values: Tensor, starts: Tensor | None, by: int) -> Tensor:
-    """``values[..., t + by]`` at ``t``; 0 where that is outside of the sequence of ``t``.
+    """``values[..., t + by]`` at ``t``; 0 where ``t + by`` is outside the sequence of ``t``.
 
     Args:
         starts: offsets [sequences + 1] of a pack; None: each row is a sequence.

@@ -1,4 +1,4 @@
-"""A microbatch as the loss sees it: mask, bounds of its samples, and their groups.
+"""A microbatch as the loss sees it: its mask, the bounds of its samples, and their groups.
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
@@ -21,14 +21,14 @@ from megatron_loss_agg.tensors import described, is_plain
 
 BY_SAMPLE = {f"{unit}_ids": torch.int64 for unit in BY_ID}
 BY_SAMPLE |= {"rejected": torch.bool, "sample_weights": torch.float64}
-"""Fields with a value for each sample, and the dtype they are counted in."""
+"""Fields with a value for each sample, and the dtype that each is counted in."""
 
 
 _MASK_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
-"""Those that torch can compare and add up."""
+"""Dtypes that torch can compare and add up."""
 
 
 class MicrobatchShape(NamedTuple):
@@ -46,16 +46,17 @@ class Microbatch:
     Rows (bshd): ``loss_mask`` is [samples, seq]. Packed (thd): it is [tokens] or [1, tokens], and
     ``cu_seqlens`` [samples + 1] splits it. If sequences are padded inside the pack, sample ``s``
     starts at ``cu_seqlens_padded[s]`` and is ``cu_seqlens[s + 1] - cu_seqlens[s]`` long; the mask
-    must be 0 outside all samples. Losses by sample: see `of_samples`.
+    must be 0 outside all samples. For losses by sample, see `of_samples`.
 
     Args:
         loss_mask: non-negative and finite; may be fractional.
         cu_seqlens: integer offsets from 0, non-decreasing.
-        cu_seqlens_padded: offsets in the padded pack; ``cu_seqlens`` itself when absent. Ignored
-            without samples.
-        prompt_ids: one per sample; equal ids are one prompt, over all microbatches and ranks. int64
-            [samples], ints; or strings, which become int64 by a hash (BLAKE2b) that is the same on
-            every machine. Two of a million distinct strings collide with probability 3e-8.
+        cu_seqlens_padded: offsets in the padded pack; by default ``cu_seqlens`` itself. Ignored
+            if there are no samples.
+        prompt_ids: one per sample; equal ids are one prompt, over all microbatches and ranks. An
+            int64 tensor [samples], ints, or strings. Strings become int64 by a hash (BLAKE2b) that
+            is the same on every machine; among a million distinct strings, the probability of any
+            collision is 3e-8.
         rollout_ids: likewise for samples cut from one rollout.
         dataset_ids: likewise for samples of one data set.
         ids: likewise for groups of any other name, as levels of ``nested_mean``.
@@ -63,21 +64,22 @@ class Microbatch:
             whether they count in the denominators.
         sample_weights: floating-point [samples], finite and >= 0; multiply the weights of each
             sample's tokens. `LossAggregation.sample_weights` says whether they count in the
-            denominators. All samples of a step have one, or none.
+            denominators. Either all samples of a step have one, or none.
         model_inputs: integer tensors of the whole microbatch that the model is called with: labels,
             tokens or positions, with as many elements as the mask; one tensor, or several. The hook
-            verifies by them how the script splits the microbatch over context-parallel ranks.
-        routed_tokens: Megatron's token count under ``calculate_per_token_loss``, if not the number
-            of active tokens: how many tokens the model routes to experts, over all context-parallel
-            ranks. It scales the losses that Megatron adds by itself, such as the router's, and not
-            the aggregated loss. All microbatches of a step have it, or none.
+            uses them to verify how the script splits the microbatch over context-parallel ranks.
+        routed_tokens: Megatron's token count under ``calculate_per_token_loss``, if it is not the
+            number of active tokens: the number of tokens that the model routes to experts, over all
+            context-parallel ranks. It scales the losses that Megatron itself adds, such as the
+            router's, but not the aggregated loss. Either all microbatches of a step have it, or
+            none.
         sequences: for losses by sample, the token sequences that they are computed from.
         local_cp_size: under dynamic context parallelism, the number of ranks that hold this
             microbatch, each a part of its tokens. These are consecutive ranks of the data- and
             context-parallel group, starting at a multiple of that number. Each passes the whole
-            microbatch, and its samples are counted once. None: this rank alone.
-        gid: a number of the microbatch, the same on all ranks that hold it. Without gids, these
-            ranks must pass the microbatches that they hold together in one order.
+            microbatch, and its samples are counted once. None: only this rank holds it.
+        gid: a number that identifies the microbatch on all ranks that hold it. Without gids, these
+            ranks must pass the microbatches that they hold together in the same order.
 
     Raises:
         DataError: a wrong shape or dtype. Values are checked by `StepPlan.build`.
@@ -111,7 +113,7 @@ class Microbatch:
                 f"more, got {described(self.loss_mask)}. Convert it, as with loss_mask.float()."
             )
         if are_offsets(self.cu_seqlens) and self.cu_seqlens.numel() == 1:
-            object.__setattr__(self, "cu_seqlens_padded", None)  # no sample: all of it is padding
+            object.__setattr__(self, "cu_seqlens_padded", None)  # no samples: all is padding
         self._check_shape()
         for name in BY_SAMPLE:
             values = getattr(self, name)
@@ -135,21 +137,21 @@ class Microbatch:
         routed_tokens: int | None = None,
         **by_sample: Any,
     ) -> Microbatch:
-        """A microbatch whose losses are one number by sample, or by pair (DPO, reward models).
+        """A microbatch with one loss per sample, or per pair (DPO, reward models).
 
-        For the modes each is a sample of one token: ``sample_mean`` is the mean over samples,
-        ``prompt_mean`` that over prompts.
+        The modes treat each as a sample of one token: ``sample_mean`` is the mean over samples,
+        ``prompt_mean`` the mean over prompts.
 
         Args:
-            number: of samples, or pairs.
+            number: the number of samples, or of pairs.
             sequences: the token sequences that the losses are computed from, such as a chosen and a
                 rejected answer for each pair; needed for `SampleLoss(per_token=)`.
-            routed_tokens: by default the number of positions of ``sequences``.
+            routed_tokens: by default the number of positions in ``sequences``.
             by_sample: ``prompt_ids``, ``rejected``, ``sample_weights`` and so on, as in
                 `Microbatch`.
 
         Raises:
-            DataError: a bad ``number`` or ``sequences``, or as `Microbatch`.
+            DataError: a bad ``number`` or ``sequences``, or as for `Microbatch`.
         """
         if not isinstance(number, int) or number < 0:
             raise DataError(
@@ -174,7 +176,7 @@ class Microbatch:
 
     @property
     def has_losses_by_sample(self) -> bool:
-        """Whether a loss is one number by sample: made by `of_samples`, or rows of one token."""
+        """True if there is one loss per sample: made by `of_samples`, or rows of one token."""
         has_one_token = self.cu_seqlens is None and self.loss_mask.shape[1:] == (1,)
         return self.sequences is not None or has_one_token
 
@@ -189,7 +191,7 @@ class Microbatch:
 
     @property
     def shape(self) -> MicrobatchShape:
-        """The shape of the mask. Waits for the device, if the offsets are on one."""
+        """The shape of the mask. Waits for the device if the offsets are on one."""
         starts = self.sample_starts
         if starts is not None:
             starts = starts.to("cpu", torch.int64)
@@ -199,7 +201,7 @@ class Microbatch:
         """Index of each token's sample, ``num_samples`` outside all samples; None for rows.
 
         Args:
-            position: int64 positions in the pack; when absent all of them, in order.
+            position: int64 positions in the pack; by default all of them, in order.
         """
         if self.cu_seqlens is None or self.sample_starts is None:
             return None
@@ -282,10 +284,10 @@ TermMicrobatches = Microbatch | Mapping[str, Microbatch]
 
 
 def term_microbatches(microbatch: Any) -> list[Microbatch]:
-    """The microbatch of each term; one alone if all terms share it.
+    """The microbatch of each term; a single one if all terms share it.
 
     Raises:
-        DataError: something else than a `Microbatch`, or a mapping of such.
+        DataError: neither a `Microbatch` nor a mapping of term name to `Microbatch`.
     """
     several = list(microbatch.values()) if isinstance(microbatch, Mapping) else [microbatch]
     if not several or not all(isinstance(x, Microbatch) for x in several):
@@ -310,7 +312,7 @@ def term_microbatch(name: str, microbatch: Any) -> Microbatch:
 
 
 def listed(microbatches: Any) -> list[Any]:
-    """The microbatches as a list, since they are iterated over once for each term."""
+    """The microbatches as a list, since each term iterates over them."""
     if not isinstance(microbatches, Iterable) or isinstance(microbatches, Mapping):
         raise DataError(
             f"microbatches must be a list of Microbatch, got a {type(microbatches).__name__}. Give "
@@ -322,7 +324,7 @@ def listed(microbatches: Any) -> list[Any]:
 def brought_to_cpu(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
     """Microbatches with all tensors on the CPU, except the `model_inputs`.
 
-    Waits for the device once, if any tensor is on it.
+    Waits for the device once if any tensor is on it.
     """
     devices = {x.device for m in microbatches for x in m.tensors() if not x.is_cpu}
     if not devices:
@@ -337,7 +339,7 @@ def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
     """The field ``name`` of `BY_SAMPLE`, or ids of another name, as a tensor [samples].
 
     Raises:
-        DataError: another dtype (weights have any floating one), or not ``number`` values.
+        DataError: a wrong dtype (weights may have any floating one), or not ``number`` values.
     """
     dtype = BY_SAMPLE.get(name, torch.int64)
     x = values
@@ -358,19 +360,19 @@ def checked_by_sample(name: str, values: Any, number: int) -> Tensor:
 
 
 def are_offsets(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a non-empty int32 or int64 vector; its values are not checked."""
+    """True if ``x`` is a non-empty int32 or int64 vector; its values are not checked."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         return False
     return x.dim() == 1 and len(x) >= 1
 
 
 def starts_at_zero_and_never_decreases(offsets: Tensor) -> bool:
-    # Neighbours are compared, since differences of huge numbers would wrap.
+    # Compare neighbours, since differences of huge numbers would wrap.
     return not offsets[0] and bool((offsets[1:] >= offsets[:-1]).all())
 
 
 def holds_integers(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a tensor of integers. Booleans are none."""
+    """True if ``x`` is a tensor of integers. Booleans are not integers."""
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
         return False
     return x.dtype != torch.bool

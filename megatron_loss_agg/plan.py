@@ -61,7 +61,7 @@ class StepPlan:
     """The coefficient of every sample of this rank's microbatches, exact for the whole step.
 
     Built by `build`, `build_terms` (for a loss of several terms) or `from_mask_sums` (from sums
-    alone). Vectors are on the CPU, with the samples of all microbatches in their order.
+    alone). Vectors are on the CPU, with the samples of all microbatches in order.
     """
 
     aggregation: LossAggregation
@@ -77,13 +77,13 @@ class StepPlan:
     ids_S: Mapping[Unit, Tensor]
     """int64, by unit; see `ids`."""
     microbatch_rows: Tensor
-    """Row of each of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
+    """Rows of this rank's microbatches in the table of all ranks, int64 [microbatches]."""
     rows_S: slice | Tensor
     """Rows of this rank's samples in that table; see `sample_rows`."""
     shapes: Sequence[MicrobatchShape] = ()
-    """Shape of each microbatch's mask; empty in a plan from mask sums, as are the next two."""
+    """Shape of each microbatch's mask. This and the next two are empty in a plan from mask sums."""
     model_tokens: Sequence[int] = ()
-    """Tokens of each microbatch as Megatron counts them: its routed tokens, or its active ones."""
+    """Tokens of each microbatch as Megatron counts them: routed tokens, otherwise active ones."""
     sequences: Sequence[Sequences | None] = ()
     """Token sequences of each microbatch with losses by sample."""
     microbatches: Sequence[Microbatch] = ()
@@ -102,7 +102,7 @@ class StepPlan:
 
         Masks are whole: every context-parallel rank has the same full mask. So ``group`` is the
         data-parallel group *without* context parallelism (but with it for microbatches that have a
-        ``local_cp_size``). The plan holds copies of the microbatches, so that later edits of the
+        ``local_cp_size``). The plan holds copies of the microbatches, so later edits to the
         originals do not change it.
 
         Args:
@@ -123,18 +123,18 @@ class StepPlan:
         microbatches: Sequence[TermMicrobatches],
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, StepPlan]:
-        """`build` for a loss of several terms, each with a denominator of its own: plans by name.
+        """`build` for a loss of several terms, each with its own denominator: plans by name.
 
         The loss of the step is the sum of ``multiplier * w_t * loss_t`` over terms, tokens,
-        microbatches and ranks. Terms with masks of their own take two collectives each.
+        microbatches and ranks. Terms with their own masks take two collectives each.
 
         Args:
-            terms: by name, the same in the same order on every rank; a bare aggregation has
-                multiplier 1.
-            microbatches: where the terms' masks differ, mappings of term name to `Microbatch`.
+            terms: by name, with the same terms in the same order on every rank; a bare aggregation
+                has multiplier 1.
+            microbatches: if the terms' masks differ, mappings of term name to `Microbatch`.
 
         Raises:
-            AggregationError: as `build`; OptionError also for bad ``terms``.
+            AggregationError: see `build`; OptionError also for bad ``terms``.
         """
         with failing_in_exchange(group):
             checked_terms = named_terms(terms)
@@ -163,13 +163,13 @@ class StepPlan:
             mask_sums: the mask sum of each sample, [samples], in any form that converts to an fp64
                 tensor; or a list of such vectors, one for each microbatch.
             prompt_ids, rollout_ids, dataset_ids, ids, rejected, sample_weights: as in
-                `Microbatch`, in the form of ``mask_sums``: for all samples, or a list with one
+                `Microbatch`, in the same form as ``mask_sums``: for all samples, or a list with one
                 entry for each microbatch.
             group: the data-parallel ranks that share the step; None if all samples are here.
 
         Raises:
             DataError: sums that are not vectors of finite numbers >= 0.
-            OptionError, DataError, PeerError: as `build`.
+            OptionError, DataError, PeerError: see `build`.
         """
         by_sample: dict[str, Any] = {
             "prompt_ids": prompt_ids,
@@ -194,8 +194,8 @@ class StepPlan:
     def __getstate__(self) -> dict[str, Any]:
         """A few numbers for each of this rank's samples, for ranks that do not read data.
 
-        Masks, the samples of other ranks, and what is computed on demand stay behind. So does the
-        aggregation, since a custom function may be a lambda: see `broadcast_plans`.
+        Masks, other ranks' samples and cached properties are left out. So is the aggregation, since
+        a custom function may be a lambda: see `broadcast_plans`.
         """
         state = {x.name: getattr(self, x.name) for x in fields(self)}
         del state["aggregation"]
@@ -203,13 +203,13 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every token of the step is masked or belongs to a rejected sample."""
+        """True if every token of the step is masked or belongs to a rejected sample."""
         return self.counts.accepted_tokens == 0
 
     def coefficients(self, i: int) -> Tensor:
         """``c_s`` of each sample of microbatch ``i``, with ``w_t = m_t * c_s``: fp64 [samples].
 
-        With the sample's own weight; 0 for rejected samples and for samples whose mask sum is 0.
+        Includes the sample's own weight; 0 for rejected samples and for samples with mask sum 0.
         """
         return self._microbatch_part(self.coefficient_S, i)
 
@@ -224,11 +224,11 @@ class StepPlan:
         return [MicrobatchSums(*row) for row in sums.tolist()]
 
     def mask_sums(self, i: int) -> Tensor:
-        """Mask sum of each sample of microbatch ``i``, rejected ones included: fp64 [samples]."""
+        """Mask sum of each sample of microbatch ``i``, including rejected ones: fp64 [samples]."""
         return self._microbatch_part(self.mask_sum_S, i)
 
     def ids(self, unit: Unit, i: int) -> Tensor:
-        """Ids by ``unit`` of the samples of microbatch ``i``, int64 [samples].
+        """Ids of the samples of microbatch ``i`` by ``unit``, int64 [samples].
 
         Raises:
             DataError: some microbatch of the step has no such ids.
@@ -260,19 +260,19 @@ class StepPlan:
     def scaled_advantages(self, i: int, advantages: Tensor) -> Tensor:
         """``w_t * A_t`` of microbatch ``i``, for a trainer that only sums its token losses.
 
-        A policy loss is proportional to its advantage, so the sum of ``loss(w_t * A_t)`` over the
-        step is that of ``w_t * loss(A_t)``. Tinker's ``importance_sampling`` and ``ppo`` losses are
-        such sums, without a mask. Clipping depends on the sign of the advantage, so weights must be
-        non-negative, as in all modes but ``custom``.
+        A policy loss is proportional to its advantage, so over the step the sum of
+        ``loss(w_t * A_t)`` equals the sum of ``w_t * loss(A_t)``. Tinker's ``importance_sampling``
+        and ``ppo`` losses are such sums, without a mask. Clipping depends on the sign of the
+        advantage, so weights must be non-negative, as they are in all modes except ``custom``.
 
-        A loss that compares the advantage with a constant, as a covariance clip or a threshold
-        does, is not proportional to it: multiply its token losses by `weights` instead.
+        A loss that compares the advantage with a constant, like a covariance clip or a threshold,
+        is not proportional to it: multiply its token losses by `weights` instead.
 
         Args:
             advantages: in the shape of the mask; masked positions become 0, whatever they hold.
 
         Raises:
-            DataError: the shapes differ, or as `weights`.
+            DataError: the shapes differ, or as in `weights`.
             OptionError: a custom aggregation has negative coefficients.
         """
         mask = self._microbatch(i).loss_mask
@@ -327,7 +327,8 @@ def plan_of_first_term(plans: Mapping[str, StepPlan]) -> StepPlan:
 def token_shape(plans: Mapping[str, StepPlan], i: int) -> MicrobatchShape:
     """The shape of the tokens of microbatch ``i``, before context parallelism.
 
-    If any of several terms has a pack, its shape: its split differs from that of rows.
+    With several terms, the shape of a pack if any term has one, since packs are split differently
+    from rows.
     """
     shapes = []
     for plan in plans.values():
@@ -349,7 +350,7 @@ def token_weights(
     ids: Mapping[str, Ids] | None = None,
     sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """Weights of a step that is one microbatch on one rank.
+    """Weights of a step with a single microbatch on a single rank.
 
     ``(token_weights(agg, mask) * token_loss).sum()`` is the aggregated loss. Equivalent code for
     ``sample_mean`` on rows:
@@ -357,14 +358,14 @@ def token_weights(
         sum((mask[s] * loss[s]).sum() / mask[s].sum() for s in range(batch)) / batch
 
     Args:
-        loss_mask: [samples, seq] or, with ``cu_seqlens``, [tokens]. It and the others are as for
-            `Microbatch`.
+        loss_mask: [samples, seq] or, with ``cu_seqlens``, [tokens]. This and the other arguments
+            are as in `Microbatch`.
 
     Returns:
-        ``dtype``, as for `StepPlan.weights`, in the shape of ``loss_mask``.
+        weights in ``dtype``, as from `StepPlan.weights`, in the shape of ``loss_mask``.
 
     Raises:
-        AggregationError: as `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
+        AggregationError: as in `Microbatch`, `StepPlan.build` and `StepPlan.weights`.
     """
     microbatch = Microbatch(
         loss_mask,
@@ -390,7 +391,7 @@ def plan_step(
     """`StepPlan.build_terms`; without ``copies``, plans refer to the microbatches themselves.
 
     Args:
-        units: the ids to read, see `aggregation.units_read`.
+        units: the units whose ids are read, see `aggregation.units_read`.
         is_evaluation: see `coefficients`.
     """
     with failing_in_exchange(group):
@@ -405,7 +406,7 @@ def plan_step(
 
 @functools.lru_cache
 def _in_words(terms: tuple[tuple[str, Term], ...]) -> TermsInWords:
-    """The terms in words, which are the same in every step of a run."""
+    """The terms in words. They are cached, since they are the same in every step of a run."""
     words = terms_in_words(dict(terms))
     return TermsInWords(words, hashed(words))
 
@@ -422,13 +423,13 @@ def recounted(
 
     Args:
         plan: of a step that this rank has counted alone, with its microbatches.
-        units: the ids to read, see `aggregation.units_read`.
+        units: the units whose ids are read, see `aggregation.units_read`.
         mask_sum_S: ``M_s``, fp64 [samples], on the CPU.
-        active_tokens: positions with a nonzero mask.
-        rejected: samples that are rejected beside those that were read.
+        active_tokens: number of positions with a nonzero mask.
+        rejected: samples that are rejected in addition to those that were read as rejected.
 
     Raises:
-        DataError: rejected samples, and the aggregation does not say whether they count.
+        DataError: there are rejected samples, and the aggregation does not say whether they count.
     """
     microbatch = plan.microbatches[i]
     if rejected is not None:
@@ -446,10 +447,10 @@ def recounted(
 def broadcast_plans(
     plans: Mapping[str, StepPlan] | None, terms: Mapping[str, Term], group: dist.ProcessGroup
 ) -> Mapping[str, StepPlan]:
-    """The plans of rank 0 of ``group`` on all of its ranks, with each rank's own aggregations.
+    """The plans of rank 0 on all ranks of ``group``, with each rank's own aggregations.
 
     Raises:
-        PeerError: rank 0 failed before, in `failing_in_broadcast`.
+        PeerError: rank 0 failed earlier, in `failing_in_broadcast`.
     """
     plans = broadcast(plans, group)
     for name, plan in plans.items():
@@ -464,7 +465,7 @@ def _read_tables(
     group: dist.ProcessGroup | None,
     copies: bool,
 ) -> dict[str, RankTable]:
-    """This rank's table for each term: one object for all terms if they share masks."""
+    """This rank's table for each term: the same object for all terms if they share masks."""
     rank = 0 if group is None else dist.get_rank(group)
     shares_masks = not any(isinstance(x, Mapping) for x in items)
     has_function = any(term.aggregation.function is not None for term in terms.values())

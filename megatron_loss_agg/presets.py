@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Preset:
     """The `LossAggregation` fields of one preset.
 
-    tests/peers names the function that each was compared with, and docs/modes.md where that system's
-    own result may differ.
+    tests/peers names the function that each was compared with; docs/modes.md says where that
+    system's own result may differ.
     """
 
     mode: str
@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
     "miles/constant": Preset("constant", needs_divisor=True, count="rollout"),
     "open-instruct/token": Preset("token_mean"),
     "open-instruct/constant": Preset("sum", needs_divisor=True),
-    # Samples outside of NeMo-RL's sample mask are rejected.
+    # Samples outside NeMo-RL's sample mask are rejected.
     "nemo-rl/token_level": Preset("token_mean", rejected="skip"),
     "nemo-rl/sequence_level": Preset("sample_mean", rejected="skip"),
     "areal/token_mean": Preset("token_mean"),
@@ -80,7 +80,7 @@ PRESETS: dict[str, Preset] = {
     "megatron-bridge/default": Preset("microbatch_mean"),
     "megatron-bridge/per-token": Preset("token_mean"),
 }
-"""``system/its own name`` -> the aggregation with that system's formula."""
+"""Maps ``system/its own name`` to the aggregation with that system's formula."""
 
 SYSTEMS = tuple(dict.fromkeys(name.partition("/")[0] for name in PRESETS))
 """The part before the slash."""

@@ -23,7 +23,7 @@ __all__ = ["Max", "Mean", "Metric", "Min", "Sum", "reduce_reports"]
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean as (sum, count), which are added over microbatches and ranks before dividing."""
+    """A mean as (sum, count); both are added over microbatches and ranks before dividing."""
 
     sum: Tensor
     """``sum w * v`` of a microbatch on this rank, an fp64 scalar."""
@@ -34,12 +34,12 @@ class Mean:
     def of(cls, values: Tensor, weights: Tensor) -> Mean:
         """``sum w * v`` over ``sum w``; values of weight 0 are ignored, even NaN.
 
-        With a mask as weights this is the mean over its tokens; with `StepPlan.weights`, the plan's
-        own average. Values that several ranks have, such as rewards under context parallelism,
-        count once per rank in both sums, and the mean is unchanged.
+        With a mask as weights this is the mean over the mask's tokens; with `StepPlan.weights`, the
+        plan's own average. Values that several ranks have, such as rewards under context
+        parallelism, count once per rank in both sums, which leaves the mean unchanged.
 
-        Summed in fp64 if either input is fp64, the values are integers or bool, or the weights are
-        integers (sums of integers are exact up to 2^53); otherwise in fp32.
+        Sums are in fp64 if either input is fp64, the values are integers or bool, or the weights
+        are integers (sums of integers are exact up to 2^53); otherwise in fp32.
 
         Args:
             values: any real dtype; detached.
@@ -59,7 +59,7 @@ class Mean:
         return torch.where(self.count == 0, torch.zeros_like(self.sum), self.sum / self.count)
 
     def pair(self) -> Tensor:
-        """[sum, count], the form of a report in Megatron's training loop."""
+        """[sum, count], the form that Megatron's training loop expects in a report."""
         return torch.stack([self.sum, self.count])
 
 
@@ -74,8 +74,8 @@ class Sum:
     def of(cls, values: Tensor, weights: Tensor) -> Sum:
         """``sum w * v``; values of weight 0 are ignored, even NaN.
 
-        With the weights of the loss (``TokenLoss(report=)``), the values are aggregated as the
-        losses are. Dtypes, arguments and errors are those of `Mean.of`.
+        With the weights of the loss (``TokenLoss(report=)``), the values are aggregated like the
+        losses. Dtypes, arguments and errors are as in `Mean.of`.
         """
         return cls(Mean.of(values, weights).sum)
 
@@ -102,7 +102,7 @@ class _Extreme:
         """
         check_tensors(DataError, "real", values=values, mask=mask)
         masked = values.detach().double().masked_fill(mask == 0, cls._nothing).reshape(-1)
-        # One more value, so that there is one even without any.
+        # Pad by one value, so that the reduction is never over nothing.
         return cls(_REDUCTIONS[cls](pad(masked, (0, 1), value=cls._nothing), 0))
 
     def value(self) -> Tensor:
@@ -123,7 +123,7 @@ class Min(_Extreme):
 
 
 Metric = Mean | Sum | Max | Min
-"""The metrics that `reduce_reports` reduces."""
+"""The kinds of metric that `reduce_reports` accepts."""
 
 _REDUCTIONS: Mapping[type[Any], Callable[[Tensor, int], Tensor]] = {
     Mean: torch.sum,
@@ -131,7 +131,7 @@ _REDUCTIONS: Mapping[type[Any], Callable[[Tensor, int], Tensor]] = {
     Max: torch.amax,
     Min: torch.amin,
 }
-"""A reduction of several metrics of one kind: [metrics, fields] -> [fields]."""
+"""The reduction of several metrics of one kind: [metrics, fields] -> [fields]."""
 
 
 def reduce_reports(
@@ -143,8 +143,7 @@ def reduce_reports(
 
     Args:
         reports: one per microbatch, as returned by Megatron's schedule; a tensor of two elements is
-            (sum, count). Names and kinds must be the same in all of them and on all ranks, in any
-            order.
+            (sum, count). All reports on all ranks must have the same names and kinds, in any order.
         group: the ranks to reduce over (the data- and context-parallel group of the last pipeline
             stage), all of which must call; None for one process.
 
@@ -153,7 +152,7 @@ def reduce_reports(
 
     Raises:
         DataError: microbatches or ranks differ in their metrics, or a value is not a metric. If
-            ranks differ, it is raised on every rank of ``group``.
+            ranks differ, every rank of ``group`` raises.
         PeerError: another rank's reports are bad; raised on every other rank of ``group``.
     """
     ranks = gather_objects(lambda: _over_microbatches(reports), group, "reading its reports")
@@ -196,7 +195,7 @@ def _over_microbatches(
             )
         kinds[name] = kind
         reduced.append(_REDUCTIONS[kind](torch.stack([values for _, values in metrics]), 0))
-    # All metrics in one tensor, to copy them from the device once.
+    # Put all metrics in one tensor, so that they are copied from the device once.
     return kinds, torch.cat(reduced).tolist() if reduced else []
 
 

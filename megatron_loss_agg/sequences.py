@@ -16,10 +16,10 @@ from megatron_loss_agg.tensors import at_least_fp32, check_tensors
 
 
 class SequenceSum:
-    """Sum over the tokens of each sequence of mask times value: [sequences], on all ranks the same.
+    """Sum of mask times value over each sequence's tokens: [sequences], the same on all ranks.
 
     With log-probabilities of tokens as values, these are the log-probabilities of whole answers, as
-    preference losses such as DPO need them. Losses with the mean of an answer divide by `lengths`:
+    needed by preference losses such as DPO. Losses that use an answer's mean divide by `lengths`:
 
         mean_log_prob = sums(log_probs) / sums.lengths      # IPO, SimPO
 
@@ -31,20 +31,20 @@ class SequenceSum:
     Values at masked positions are ignored, even NaN.
 
     Args:
-        microbatch: with the whole mask, the same on all ranks of ``group``.
+        microbatch: has the whole mask and is the same on all ranks of ``group``.
         layout: the tokens that this rank holds; None: all of them.
         group: the context-parallel group; required if the layout has more than one rank.
 
     Attributes:
         lengths: fp64 [sequences], the mask sum of each whole sequence, on the mask's device.
         sample_index: int64 [local tokens], flat: the sequence of each token that this rank holds;
-            the number of sequences for tokens outside of all sequences. With it a number of each
-            sequence becomes one of each token: ``pad(x, (0, 1))[sums.sample_index]``.
+            the number of sequences for tokens outside all sequences. It expands a value per
+            sequence to a value per token: ``pad(x, (0, 1))[sums.sample_index]``.
 
-    Waits for the device once, to check the values of the mask; a call does not wait.
+    Construction waits for the device once, to check the mask's values; a call does not wait.
 
     Raises:
-        DataError: no `Microbatch`, or bad values, as in `StepPlan.build`.
+        DataError: not a `Microbatch`, or bad values, as in `StepPlan.build`.
         DataError: the layout does not match the mask or ``group``.
     """
 
@@ -92,7 +92,7 @@ class SequenceSum:
         """The sums in fp64."""
         check_tensors(DataError, "floating-point", local_loss_mask=self._mask, values=values)
         masked = values.to(torch.float64).masked_fill(self._mask == 0, 0) * self._mask
-        # The extra entry is for tokens outside of all sequences; their mask is 0.
+        # The extra entry is for tokens outside all sequences; their mask is 0.
         zeros = masked.new_zeros(len(self.lengths) + 1)
         local_sums = zeros.index_add(0, self.sample_index, masked.reshape(-1))[:-1]
         if self._group is None:
@@ -107,8 +107,8 @@ class SequenceMean:
     """Mean over the active tokens of each sequence, at each of its tokens.
 
     That is ``sum(mask * value) / sum(mask)`` over the *whole* sequence. Arguments, collectives and
-    errors are those of `SequenceSum`. The mean is 0 for sequences without active tokens and for
-    tokens outside of all sequences.
+    errors are as in `SequenceSum`. The mean is 0 for sequences without active tokens and for tokens
+    outside all sequences.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loss masks by the turns of a conversation: which of the assistant's carry loss, and how much."""
+"""Loss masks by turns of a conversation: which assistant turns carry loss, and how much."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TURNS = ("all", "last", "each")
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
-    """Whether a message is a turn of the assistant."""
+    """True if a message is a turn of the assistant."""
     return str(message["role"]).lower() == "assistant"
 
 
@@ -24,8 +24,8 @@ class Turns:
     """Turns of the assistant that carry loss.
 
     Args:
-        which: ``all``; the ``last`` of each conversation; or ``each``: all, and the mask of each is
-            divided by its sum, so that it weighs 1 whatever its length.
+        which: ``all`` turns; the ``last`` turn of each conversation; or ``each``: all turns, with
+            the mask of each divided by its sum, so that it weighs 1 whatever its length.
         field: the field of a message that says whether its turn carries loss.
     """
 
@@ -33,7 +33,7 @@ class Turns:
     field: str | None = None
 
     def have_loss(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[bool]:
-        """Whether each message of a conversation carries loss.
+        """For each message of a conversation, True if it carries loss.
 
         Raises:
             DataError: a message of the assistant says neither yes nor no; ``where`` names the line.
@@ -42,7 +42,7 @@ class Turns:
         if self.field is not None:
             for k in answers:
                 value = messages[k].get(self.field)
-                if value not in (0, 1):  # False and True among them
+                if value not in (0, 1):  # these include False and True
                     raise DataError(
                         f"the field {self.field!r} of the assistant's messages must be true, false, 1 "
                         f"or 0, got {value!r} for message {k + 1} in {where}. Correct it, or name "
@@ -55,12 +55,12 @@ class Turns:
         ]
 
     def mask(self, mask_T: Tensor, turn_T: Tensor, has_loss: Sequence[bool]) -> Tensor:
-        """The loss mask [tokens], of a row that holds the tokens of these turns.
+        """The loss mask [tokens] of a row that holds the tokens of these turns.
 
         Args:
             mask_T: the mask of all turns.
-            turn_T: int64, the turn of the token that each value of the mask belongs to.
-            has_loss: whether each turn carries loss.
+            turn_T: int64, the turn that the token of each mask value belongs to.
+            has_loss: for each turn, True if it carries loss.
         """
         has_loss_U = torch.tensor(has_loss, dtype=mask_T.dtype)
         mask_T = mask_T * has_loss_U[turn_T]

@@ -1,4 +1,4 @@
-"""The weight of a token, and sums by it: ``L = sum_t w_t * loss_t``, or its gradient alone.
+"""Token weights and weighted sums: ``L = sum_t w_t * loss_t``, or only its gradient.
 
 Suffixes: ``_S`` samples, ``_T`` tokens.
 """
@@ -38,17 +38,17 @@ def weights_of_tokens(
 def padded_lengths(starts: Tensor, num_tokens: int) -> Tensor:
     """[samples + 1]: the length of each sample of a pack, and of the padding after the last one.
 
-    int32 halves the index of every token that `weights_by_length` makes of them.
+    int32 halves the size of the per-token index that `weights_by_length` makes from them.
     """
     return pad(starts, (0, 1), value=num_tokens).diff().to(torch.int32)
 
 
 def weights_by_length(coefficient_S: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """``w_t = m_t * c_s``, of tensors of one dtype and device, without a wait for the device.
+    """``w_t = m_t * c_s`` for tensors of one dtype and device, without waiting for the device.
 
     Args:
-        lengths: `padded_lengths` of a pack, whose ``coefficient_S`` end with the 0 of the padding;
-            None: rows.
+        lengths: `padded_lengths` of a pack; its ``coefficient_S`` must end with a 0 for the
+            padding. None: rows.
     """
     if lengths is None:
         return mask * coefficient_S.view(-1, 1)
@@ -60,9 +60,9 @@ def weights_by_length(coefficient_S: Tensor, mask: Tensor, lengths: Tensor | Non
 def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
     """``sum_t w_t * loss_t`` over the tokens with ``w_t != 0``.
 
-    NaN or inf at a weight of 0 reaches neither the value nor the gradient of ``token_loss``. With
-    no tokens the sum is 0 and stays attached to the autograd graph, so that every rank still runs
-    the collectives of the backward pass.
+    NaN or inf at a weight of 0 affects neither the sum nor the gradient of ``token_loss``. With no
+    tokens the sum is 0 and stays attached to the autograd graph, so that every rank still runs the
+    collectives of the backward pass.
 
     Args:
         w: from `StepPlan.weights`; gets no gradient.
@@ -79,7 +79,7 @@ def weighted_sum(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
-    """`weighted_sum` without a check of its arguments."""
+    """`weighted_sum` without checking its arguments."""
     dtype = torch.promote_types(w.dtype, token_loss.dtype)
     if not dtype.is_floating_point:
         dtype = torch.float32
@@ -87,8 +87,8 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
     # `flatten`, unlike `reshape`, adds no node to the graph for a vector.
     w, losses = w.detach().to(wide).flatten(), token_loss.to(wide).flatten()
     total = torch.dot(losses, w)
-    # The gradient is w even where losses are not finite. Only the value needs a repair, since NaN * 0
-    # is NaN. On a CPU it is cheaper to look first whether it does; on a device that would wait.
+    # The gradient is w even where losses are not finite. Only the value may need a repair, since
+    # NaN * 0 is NaN. On a CPU it is cheaper to check first; on a device the check would wait.
     if not _is_known_finite(total):
         with torch.no_grad():
             torch.dot(torch.where(w != 0, losses, w), w, out=total.detach())
@@ -96,24 +96,24 @@ def weighted_sum_unchecked(w: Tensor, token_loss: Tensor) -> Tensor:
 
 
 def _is_known_finite(total: Tensor) -> bool:
-    """Whether ``total`` is finite; False if only a wait for the device could show it."""
+    """True if ``total`` is finite; False if finding out would mean waiting for the device."""
     if not total.is_cpu or torch.compiler.is_compiling():
         return False
     try:
         return math.isfinite(total.item())
-    except RuntimeError:  # a tensor without a value of its own, as under `vmap`
+    except RuntimeError:  # a tensor without its own value, as under `vmap`
         return False
 
 
 def weigh(output: Tensor, weights: Tensor) -> Tensor:
     """``output`` itself, with its gradient multiplied by ``weights``.
 
-    This serves a loop whose loss is a sum or a mean of ``loss(output_t)`` and cannot be replaced.
-    Where the loop divides by M, ``weights = M * w_t`` makes the gradient that of
-    ``sum_t w_t * loss_t``. The loop still reports its own loss.
+    Use it in a loop whose loss is a sum or a mean of ``loss(output_t)`` and cannot be replaced. If
+    the loop divides by M, ``weights = M * w_t`` gives the gradient of ``sum_t w_t * loss_t``. The
+    loop still reports its own loss.
 
     Args:
-        output: log-probabilities, values or losses, a number for each token.
+        output: log-probabilities, values or losses, one number for each token.
         weights: of the same shape; get no gradient.
 
     Raises:
