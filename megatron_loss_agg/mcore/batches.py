@@ -1,4 +1,4 @@
-"""From the batches of a data iterator to the microbatches of a step."""
+"""Turns the batches of a data iterator into the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megatron_loss_agg.microbatch import (
 from megatron_loss_agg.tensors import described
 
 ReadBatch = Callable[[Any], TermMicrobatches]
-"""One batch -> its microbatch."""
+"""Maps a batch to its microbatch."""
 ReadStep = Callable[[Any, int], Sequence[TermMicrobatches]]
-"""The schedule's data iterator and number of microbatches -> all microbatches of the call."""
+"""Maps the schedule's data iterator and number of microbatches to all microbatches of the call."""
 
 HOW_TO_READ = (
     "give a function batch -> Microbatch (--loss-aggregation-batch module:name, or in a loop of "
@@ -32,17 +32,17 @@ HOW_TO_READ = (
 )
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
-"""Batch keys of integers by token that the model is called with; positions are the same everywhere."""
+"""Batch keys of the model's integer inputs by token. Positions are left out: all samples share them."""
 
 _TOKEN_IDS = ("input_ids", "position_ids")
-"""Batch keys that end in "_ids", and have an element for each token, not for each sample."""
+"""Batch keys that end in "_ids" but have an element for each token, not for each sample."""
 
 
 class DrawnBatches:
     """The batches of one call, drawn from ``source`` before the forward steps take them.
 
-    They wait for their forward passes while later ones are drawn, so ``source`` must not write each
-    into the same memory.
+    They wait for their forward passes while later batches are drawn, so ``source`` must not reuse
+    the same memory for each batch.
     """
 
     def __init__(self, source: Any, number: int) -> None:
@@ -52,12 +52,12 @@ class DrawnBatches:
         self._batches: deque[Any] = deque()
 
     def draw(self) -> Any:
-        """Draw the next of the call's batches, which a forward step will take."""
+        """Draw the call's next batch and keep it for a forward step."""
         try:
             batch = next(self._source)
         except StopIteration:
             if not self._batches:
-                raise  # the end of the data, as a loop without the hook sees it
+                raise  # the end of the data, as in a loop without the hook
             raise DataError(
                 f"the data iterator must give {self._number} batches for a call, got "
                 f"{len(self._batches)}. Leave out the last step, or lower its num_microbatches."
@@ -103,35 +103,35 @@ def check_iterator(source: Any) -> None:
 
 
 def is_by_sample(key: str) -> bool:
-    """Whether a batch key may have a value for each sample."""
+    """True if a batch key may have a value for each sample."""
     return key in BY_SAMPLE or (key.endswith("_ids") and key not in _TOKEN_IDS)
 
 
 def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
-    """The microbatch of a batch of a Megatron data loader.
+    """The microbatch for a batch of a Megatron data loader.
 
-    Reads the keys ``loss_mask`` (whole, before context parallelism) and, where present,
-    ``prompt_ids``, ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may
-    have a leading axis from the data loader's collation. Without ``dataset_ids``, the key
-    ``dataset_id`` of Megatron's blended data sets: integers [batch], one for each row, or for all
-    samples of each pack. ``labels``, ``tokens`` and ``input_ids`` become the ``model_inputs``.
-    Offsets of packed samples, real and padded, are read from these keys:
+    Reads the key ``loss_mask`` (whole, before context parallelism) and, if present, ``prompt_ids``,
+    ``rollout_ids``, ``dataset_ids``, ``rejected`` and ``sample_weights``; all may have a leading
+    axis from the data loader's collation. If ``dataset_ids`` is missing, reads ``dataset_id``, the
+    key of Megatron's blended data sets: integers [batch], one for each row, or one for all samples
+    of each pack. ``labels``, ``tokens`` and ``input_ids`` become the ``model_inputs``. Offsets of
+    packed samples, real and padded, are read from these keys:
 
     - ``cu_seqlens`` and ``cu_seqlens_padded``, or one of them: Megatron-LM;
     - ``cu_seqlens_q`` and, if padded, ``cu_seqlens_q_padded``: Megatron-Bridge 0.6.
 
-    Several packs in one batch are joined into one long pack, as Megatron joins them before it calls
-    the model. Trailing offsets that repeat the last one (the last padded one, if any) are filler,
+    Several packs in one batch are joined into one long pack, as Megatron does before it calls the
+    model. Trailing offsets that repeat the last one (the last padded one, if any) are filler,
     unless the batch has ids for that many samples. Megatron-Bridge adds a sample for the padding at
-    the end of a pack; it begins at ``token_count`` or later, and is left out. A dummy
-    microbatch has ``cu_seqlens`` of 0 alone and no samples, whatever its ``cu_seqlens_padded``.
+    the end of a pack; it begins at ``token_count`` or later and is left out. A dummy microbatch has
+    a ``cu_seqlens`` of just 0 and no samples, whatever its ``cu_seqlens_padded``.
 
     Args:
-        units: a batch with samples must have the key ``<unit>_ids`` of each. Units without a field
-            of `Microbatch` are read into its ``ids``.
+        units: a batch with samples must have the key ``<unit>_ids`` for each of these. Units
+            without a field in `Microbatch` are read into its ``ids``.
 
     Raises:
-        DataError: a key is missing, or has a wrong type or shape.
+        DataError: a key is missing or has a wrong type or shape.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         raise DataError(
@@ -178,10 +178,10 @@ def batch_keys(batch: Any) -> str:
 def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     """``read``; if it is `read_batch`, with the units that ``terms`` group by.
 
-    Data sets are left out, since batches of evaluations may lack their ids: see `with_dataset_ids`.
+    Data sets are left out, since evaluation batches may lack their ids: see `with_dataset_ids`.
 
     Raises:
-        OptionError: a unit whose key has an id for each token.
+        OptionError: a unit's key has an id for each token.
     """
     if getattr(read, "func", read) is not read_batch:
         return read
@@ -199,7 +199,7 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
 def changed_terms(
     change: Callable[[Microbatch], Microbatch], microbatch: TermMicrobatches
 ) -> TermMicrobatches:
-    """``change`` applied to the microbatch, or to that of each term."""
+    """``change`` applied to the microbatch, or to each term's microbatch."""
     if isinstance(microbatch, Mapping):
         return {name: change(x) for name, x in microbatch.items()}
     return change(microbatch)

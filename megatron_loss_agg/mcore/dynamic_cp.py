@@ -1,7 +1,7 @@
 """Dynamic context parallelism: each microbatch has its own context-parallel ranks.
 
-Megatron has two kinds. Under the hybrid one its schedule draws a whole step as one item, and deals
-its samples to ranks. Under the dynamic one the data iterator gives each rank its packs.
+Megatron has two kinds. In the hybrid kind, its schedule draws a whole step as one item and deals
+the samples to ranks. In the dynamic kind, the data iterator gives each rank its packs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def batches_on_rank(call: Call, item: Any) -> Sequence[Any]:
-    """The batches of this rank in the item that hybrid context parallelism draws for a step."""
+    """This rank's batches from the item that hybrid context parallelism draws for a step."""
     assert call.groups.dp_cp is not None
     return dealt_batches(item, dist.get_rank(call.groups.dp_cp))
 
@@ -31,7 +31,7 @@ def with_cp_size(microbatch: TermMicrobatches, batch: Any) -> TermMicrobatches:
     """``microbatch`` with the number of ranks that share it.
 
     Raises:
-        DataError: neither the batch nor the microbatch has that number.
+        DataError: neither the batch nor the microbatch has such a number.
     """
     keys = batch if isinstance(batch, Mapping) else {}
 
@@ -54,11 +54,11 @@ def with_cp_size(microbatch: TermMicrobatches, batch: Any) -> TermMicrobatches:
 
 
 def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
-    """The samples that Megatron's hybrid schedule deals to ``rank``, in its order: a batch each.
+    """The samples that Megatron's hybrid schedule deals to ``rank``, in its order, each as a batch.
 
     Args:
         item: from Megatron's ``HybridCPDataLoaderWrapper``: the samples by gid (their number in the
-            step); and by group of samples, by rank, the gids that it computes.
+            step), and for each group of samples and each rank, the gids that the rank computes.
     """
     is_pair = isinstance(item, (tuple, list)) and len(item) == 2
     if not is_pair or not isinstance(item[0], Mapping) or not isinstance(item[1], list):
@@ -77,7 +77,7 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
             for gid in gids:
                 ranks_by_gid.setdefault(gid, []).append(k)
         for sharing in ranks_by_gid.values():
-            # Megatron has process groups of 1, 2, 4, ... neighbouring ranks, and one of all.
+            # Megatron has process groups of 1, 2, 4, ... neighbouring ranks, and one of all ranks.
             size, first = len(sharing), sharing[0]
             are_neighbours = sharing == [*range(first, first + size)]
             has_group = size == len(ranks) or (size.bit_count() == 1 and 2 * size <= len(ranks))
@@ -94,7 +94,7 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
 
 
 def _sample_value(key: str, value: Any) -> Any:
-    """A field of a batch of one sample: [1, tokens]; or [1], the value that all its tokens share.
+    """A field for a batch of one sample: [1, tokens], or [1] with the value its tokens share.
 
     In Megatron's samples every field has an element for each token, even ids, weights and rejections.
     """
@@ -115,10 +115,10 @@ def _sample_value(key: str, value: Any) -> Any:
 def read_now(read: Callable[[], _T]) -> Callable[[], _T]:
     """Call ``read`` at once; return a function with its result.
 
-    For loaders that communicate in ``next``, as under dynamic context parallelism. If one of them
-    raises, the other ranks wait inside theirs: the exception must end this process before it enters
-    a collective of ours. Our errors are raised by the returned function instead, inside the contexts
-    that raise them on all ranks.
+    For loaders that communicate in ``next``, as in dynamic context parallelism. If the loader
+    raises on one rank, the other ranks wait inside theirs: the exception must end this process
+    before it enters one of our collectives. Our own errors are raised by the returned function
+    instead, inside the contexts that raise them on all ranks.
     """
     refusal: AggregationError
     try:

@@ -1,8 +1,8 @@
-"""Megatron's finalization of gradients, with a denominator in place of its count of tokens.
+"""Megatron's finalization of gradients, with a denominator instead of its token count.
 
 ``finalize_model_grads(model, num_tokens)`` adds up ``num_tokens`` over the data- and context-parallel
-ranks of the last pipeline stage, in place, and divides all gradients by the sum, or by 1 if that is
-larger.
+ranks of the last pipeline stage, in place, and divides all gradients by the sum, or by 1 if the sum
+is smaller than that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def finish_gradients(call: Call, denominator: Tensor) -> None:
         # Without overlap, finalization starts the reduction itself.
         if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
             chunk.start_grad_sync()
-    # The schedule would pass these of its arguments on.
+    # The schedule would pass on these arguments.
     names = ("pg_collection", "force_all_reduce")
     options = {name: call.arguments[name] for name in names if call.arguments.get(name)}
     finalize([*call.chunks], denominator, **options)
@@ -47,7 +47,7 @@ def dividing_by(denominator: Callable[[], Tensor], config: Any) -> Iterator[None
     """
     finalize: Callable[..., Any] = config.finalize_model_grads_func
 
-    # Without ``num_tokens``, the schedule's count of tokens.
+    # Ignores ``num_tokens``, the schedule's token count.
     def divide(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
         return finalize(model, denominator(), *args, **kwargs)
 

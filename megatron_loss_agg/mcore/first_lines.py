@@ -1,4 +1,4 @@
-"""The first lines of the log: the losses, counts and settings of the hook in its first step."""
+"""The first lines of the log: the hook's losses, counts and settings in its first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_printing_rank(call: Call) -> bool:
 def print_first_lines(
     hook: LossHook, call: Call, plans: Mapping[str, StepPlan], without_tokens: bool
 ) -> None:
-    """Print once for a step with tokens; before that, once for a step without, and an evaluation."""
+    """Print once for a step with tokens; before it, once for a step without, and an evaluation."""
     kind, printed = "step" if call.trains else "evaluation", hook.verified.printed
     if without_tokens:
         kind = f"empty {kind}"
@@ -74,14 +74,15 @@ def first_lines(
     factor: float | None,
     extra_rows: Iterable[tuple[str, str]],
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The terms, counts and settings of a training step, or of a call of an evaluation.
-
-    A title, and a text for each label.
+    """The terms, counts and settings of a training step or of one call of an evaluation.
 
     Args:
         without_tokens: True if every token is masked or rejected.
         factor: the measured gradients as a multiple of the planned ones; None if not measured.
         extra_rows: more lines, each a label and its text.
+
+    Returns:
+        a title, and a text for each label.
     """
     formulas = {
         name: formula(plan.aggregation, None if without_tokens else plan.counts)
@@ -105,7 +106,7 @@ def first_lines(
 
 
 def audit_lines(factor: float | None, scale: MegatronScale) -> str:
-    """The factor as in `first_lines`, and the scaling of Megatron that it was measured under."""
+    """The factor as in `first_lines`, and the Megatron scaling that it was measured under."""
     ranks = number_of(scale.data_parallel_size, "data-parallel rank")
     numbers = f"{number_of(scale.num_microbatches, 'microbatch')} on this rank of {ranks}"
     return in_lines(

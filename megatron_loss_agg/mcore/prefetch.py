@@ -1,7 +1,7 @@
 """Draws the next step's batches while this one computes.
 
 Stock Megatron draws each batch just before its forward pass; the hook draws all batches of a step
-before the first one. With a slow data loader, the accelerator would wait for all of them.
+before the first forward pass. With a slow data loader, the accelerator would wait for all of them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Any
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 _POSITION_METHODS = ("state_dict", "save_state")
-"""Either returns a data loader's position, for checkpoints."""
+"""Methods that return a data loader's position, for checkpoints."""
 
 
 class Prefetch:
     """Iterates over ``source`` in order; a thread draws some batches ahead.
 
-    No batch is lost or read twice. An exception of ``source`` is raised when the reader asks for
+    No batch is lost or read twice. An exception in ``source`` is raised when the reader asks for
     the batch that caused it. The thread is a daemon.
 
     Megatron's training loop gets one automatically if it reads a `torch.utils.data.DataLoader`.
     In a custom loop, or for other loaders, pass the same ``Prefetch(batches)`` to the schedule in
     every step. ``source`` runs in a thread, so it must not use collectives or the current device.
-    Nor may it draw from the process's global random generators if other code does: the order of
-    draws would vary. Give it its own `torch.Generator`; a ``DataLoader`` draws in its workers, except
-    with ``num_workers=0``. And it must return new tensors for each batch, since batches wait for
-    their use while later ones are drawn.
+    Nor may it draw from the process's global random generators if other code does, since the order
+    of draws would vary. Give it its own `torch.Generator`; a ``DataLoader`` draws in its workers,
+    except with ``num_workers=0``. It must also return new tensors for each batch, since batches
+    wait to be used while later ones are drawn.
 
-    If ``source`` has ``state_dict()`` or ``save_state()``, so has this: it returns the position of
-    the reader, as recorded before each batch that is drawn ahead.
+    If ``source`` has ``state_dict()`` or ``save_state()``, so does this object; the method returns
+    the position of the reader, as recorded before each batch that is drawn ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
-        # Batches, or exceptions in their place; and the source's positions before them.
+        # Each batch, or the exception raised instead, and the source's position before it.
         self._drawn: deque[tuple[Any, Exception | None, Any]] = deque()
         self._thread: Thread | None = None
 
@@ -76,11 +76,11 @@ class Prefetch:
         return position
 
     def _source_position(self) -> Any:
-        """A copy of the source's position; or its exception, raised if the position is requested."""
+        """A copy of the source's position, or its exception, to be raised if the reader asks."""
         for name in _POSITION_METHODS:
             if hasattr(self._source, name):
                 try:
-                    # A copy, since some loaders return the state that they go on changing.
+                    # A copy, since some loaders go on changing the state that they return.
                     return copy.deepcopy(getattr(self._source, name)())
                 except Exception as error:
                     return error
@@ -93,7 +93,7 @@ class Prefetch:
                 self._drawn.append((next(self._source), None, position))
             except Exception as error:
                 self._drawn.append((None, error, position))
-                return  # some sources block if they are asked again after an error
+                return  # some sources block if asked again after an error
 
     def _wait(self) -> None:
         """Let the thread finish, so that the source has one reader at a time."""
@@ -103,12 +103,12 @@ class Prefetch:
 
 
 def fetch_ahead(data_iterator: Any, number: int, insert: bool) -> None:
-    """Start to draw ``number`` batches by the `Prefetch` that ``data_iterator`` is or wraps, if any.
+    """Start drawing ``number`` batches if ``data_iterator`` is, or wraps, a `Prefetch`.
 
     Args:
-        insert: put one between Megatron's iterator and a torch ``DataLoader``. Megatron's iterator
-            stays outside, since it replays a step from the batches that it returned. No other loader
-            gets one: it may use collectives or a device.
+        insert: put a `Prefetch` between Megatron's iterator and a torch ``DataLoader``. Megatron's
+            iterator stays outermost, since it replays a step from the batches that it returned. No
+            other loader gets a `Prefetch`, since it may use collectives or a device.
     """
     from megatron.core.rerun_state_machine import RerunDataIterator
 

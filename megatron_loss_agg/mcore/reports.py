@@ -1,16 +1,16 @@
 """Reports as pairs: Megatron's loop reduces them over microbatches, ranks and evaluation calls.
 
 Megatron adds up both elements of a pair and then divides the first by the second. In some releases,
-and in an evaluation under ``--sft``, it divides each microbatch's pair and then averages the
-quotients; there it takes a denominator below 1 for 1. The pairs here come out right both ways. A
-part ``x`` of the sum ``S = sum x`` becomes
+and in evaluations with ``--sft``, it instead divides each microbatch's pair (by 1 if the
+denominator is below 1) and averages the quotients. The pairs here come out right both ways. A part
+``x`` of the sum ``S = sum x`` becomes
 
     (x * D * C, D * C / P)      sum / sum = S        mean of quotients = sum (x * P) / P = S
 
-with ``P`` this rank's microbatches times all data- and context-parallel ranks, the denominator ``D``
-of the aggregation, and a large constant ``C``, so that denominators are above 1. An evaluation adds up
-the pairs of its calls: ``sum S * D / sum D`` is the mean over the tokens, samples or groups of all
-calls.
+where ``P`` is the number of this rank's microbatches times all data- and context-parallel ranks,
+``D`` is the aggregation's denominator, and ``C`` is a large constant that keeps denominators above
+1. An evaluation adds up the pairs of its calls: ``sum S * D / sum D`` is the mean over the tokens,
+samples or groups of all calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_loss_agg.weighted_sum import weighted_sum_unchecked
 
 _LARGE = 2.0**30
 _MIN_DENOMINATOR = torch.finfo(torch.float32).tiny
-"""The denominator of an empty call: negligible beside a real one; avoids 0/0 if every call is empty."""
+"""The denominator of an empty call: negligible next to a real one; avoids 0/0 if all are empty."""
 
 
 @dataclass
@@ -47,17 +47,18 @@ class MicrobatchLoss:
     total: Tensor  # the loss; an extension may change it
     reports: dict[str, Any]
     stock_loss: Any = None
-    """The loss that the script's stock loss function returned; None where there is none to compare.
+    """The loss that the script's stock loss function returned; None if there is none to compare.
 
-    After the extensions it is compared with the masked sum of the model's output. An extension that
-    knows of another result, such as a sum of two losses, compares it itself and sets this to None.
+    After the extensions have run, it is compared with the masked sum of the model's output. An
+    extension that expects another result, such as a sum of two losses, makes its own comparison and
+    sets this to None.
     """
 
     def report(self, name: str, pair: Any) -> None:
         """Add a report, such as a `pair`.
 
         Raises:
-            DataError: there is one of this name.
+            DataError: there already is a report of this name.
         """
         self.reports = merged_reports(self.reports, {name: pair})
 
@@ -66,7 +67,7 @@ class MicrobatchLoss:
         return report_pair(self.call, plan_of_first_term(self.plans), part, denominator)
 
     def constant_pair(self, value: float) -> Tensor:
-        """[2]: an equal share of a number of the whole step, for each microbatch of each rank."""
+        """[2]: an equal share, for each microbatch of each rank, of a value for the whole step."""
         num_microbatches = len(plan_of_first_term(self.plans).sizes)
         ranks = self.call.groups.num_counted_ranks
         return self.pair(self.total.new_full((), value / (num_microbatches * ranks)))
@@ -75,7 +76,7 @@ class MicrobatchLoss:
 def report_pair(
     call: Call, plan: StepPlan, part: Tensor, denominator: float = 1.0, divisor: float = 1.0
 ) -> Tensor:
-    """[2]: a part of a sum over the call; Megatron's quotient becomes that sum over ``divisor``."""
+    """[2]: a part of a sum over the call. Megatron's quotient becomes the sum over ``divisor``."""
     pairs = len(plan.sizes) * call.groups.num_counted_ranks
     weight = max(denominator, _MIN_DENOMINATOR) * _LARGE
     pair = part.new_full((2,), weight / pairs)
@@ -91,8 +92,9 @@ def aggregated_pair(call: Call, plan: StepPlan, part: Tensor) -> Tensor:
 def report_denominator(plan: StepPlan) -> float:
     """The denominator of the aggregation, over one whole call of the schedule.
 
-    ``token_mean``: the sum of the masks. Modes that count groups: their number, without empty ones
-    under ``empty="skip"``. Both with sample weights, where they count. ``sum`` and ``custom``: 1.
+    ``token_mean``: the sum of the masks. Modes that count groups: the number of groups, without
+    empty ones if ``empty="skip"``. Both include sample weights if these count. ``sum`` and
+    ``custom``: 1.
     """
     tokens = plan.counts.tokens if plan.aggregation.within == "all" else 1.0
     return plan.counts.across * tokens
@@ -102,7 +104,7 @@ def token_mean_pair(microbatch: MicrobatchLoss, masked_sum: Tensor | None) -> Te
     """The mean over all tokens of the call: Megatron's ``lm loss``.
 
     Args:
-        masked_sum: the sum of this rank's losses under the mask, if the script has computed it.
+        masked_sum: the masked sum of this rank's losses, if the script has computed it.
     """
     plan = plan_of_first_term(microbatch.plans)
     if masked_sum is None:

@@ -1,7 +1,7 @@
 """Megatron's scaling of a loss, and the number that undoes it.
 
 With ``n_mb`` microbatches, ``d`` data-parallel and ``c`` context-parallel ranks, Megatron-Core 0.13
-to 0.19 multiplies the gradient of what a loss function returns, summed over ranks, by:
+to 0.19 multiplies the gradient of a loss function's result, summed over ranks, by:
 
 ======================= ========= ============================================================
 loss function returns   per token Megatron multiplies by
@@ -64,7 +64,7 @@ class MegatronScale:
     def returned(
         self, loss: Tensor, num_tokens: int, total_tokens: int, report: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """The results of a loss function that make the gradient that of ``loss``, summed.
+        """The results of a loss function that give the gradient of ``loss`` summed over ranks.
 
         Args:
             num_tokens: token count that this rank returns to Megatron for the microbatch. It must be
@@ -72,14 +72,14 @@ class MegatronScale:
             total_tokens: as in `inverse`.
 
         Raises:
-            HostError: more tokens than Megatron can add up.
+            HostError: there are more tokens than Megatron can add up.
         """
         if self.per_token and total_tokens > _MAX_TOKENS:
             raise HostError(
                 f"a step must have at most {_MAX_TOKENS} tokens under calculate_per_token_loss, which "
                 f"Megatron counts as int32, got {total_tokens}. Turn --calculate-per-token-loss off."
             )
-        # A new tensor even times 1, since Megatron scales it in place.
+        # Multiply even by 1: it makes a new tensor, which Megatron may scale in place.
         scaled = loss * self.inverse(total_tokens)
         if not self.per_token:
             return scaled, report
@@ -90,12 +90,12 @@ class MegatronScale:
 class StreamScale(MegatronScale):
     """Megatron's averaging in a step that is counted at its end.
 
-    Its microbatches are counted in parts, and the loss of each is a mean over its part. Times the
-    part's denominator it is a sum. At the end of the step Megatron divides the gradients by the sum of
-    all denominators, in place of its count of tokens.
+    Its microbatches are counted in parts, and the loss of each is a mean over its part. Multiplied
+    by the part's denominator, it is a sum. At the end of the step, Megatron divides the gradients
+    by the sum of all denominators instead of its token count.
 
     Attributes:
-        denominator: that of the microbatch's part, times `stream.denominator_factor`.
+        denominator: the part's denominator, times `stream.denominator_factor`.
     """
 
     def inverse(self, total_tokens: int) -> float:

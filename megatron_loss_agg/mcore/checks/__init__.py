@@ -1,1 +1,1 @@
-"""Checks of every hook: they raise, and change no number. `step` calls them."""
+"""Checks of every hook: they raise but change no number. `step` calls them."""

@@ -1,4 +1,4 @@
-"""Ids that begin anew in every microbatch, so that different prompts count as one."""
+"""Detects ids that restart in every microbatch, so that different prompts count as one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron_loss_agg.plan import StepPlan
 def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
     """Warn if the ids of prompts or rollouts are 0, 1, 2 and so on in every microbatch of the step.
 
-    A warning, not an error, since they may be right: each microbatch may have a sample of each prompt.
+    This is a warning, not an error, since such ids may be right: each microbatch may have a sample
+    of each prompt.
 
     Args:
         plans: by term, with the samples of all ranks.

@@ -1,7 +1,7 @@
 """Checks that stock loss functions return the masked sum of the model's losses, or their mean.
 
 The hook replaces their reduction, so anything else that they compute would be lost. A function is
-compared until a step shows that it has no factor: losses that cancel, or are 0, fit with any.
+compared until a step shows that it applies no factor: losses that cancel, or are 0, fit any factor.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class StockLoss(NamedTuple):
 def note_stock_loss(
     cp: CPRank, function: object, stock_loss: Any, has_token_count: bool, term: TermLosses
 ) -> StockLoss | None:
-    """Compare the result of a stock loss function, without a wait for the device.
+    """Compare the result of a stock loss function, without waiting for the device.
 
-    None for a mean over this rank's part of the tokens: there is no whole mean to compare it with.
+    Returns None for a mean over this rank's part of the tokens, since there is no whole mean to
+    compare it with.
 
     Args:
-        has_token_count: the function returned a token count beside its loss, so the loss is a sum.
+        has_token_count: the function also returned a token count, so its loss is a sum.
     """
     if not is_plain(stock_loss) or stock_loss.numel() != 1:
         raise HostError(
@@ -59,7 +60,7 @@ def note_stock_loss(
 
 
 def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
-    """Raise HostError unless all fit; return the functions that would not fit with a factor.
+    """Raise HostError unless all fit; return the functions where a factor would not have fit.
 
     Waits for the device.
     """
@@ -80,18 +81,20 @@ def check_stock_losses(results: Sequence[StockLoss]) -> set[object]:
 def fits_masked_sum(
     loss: Tensor, losses: Tensor, mask: Tensor, *, may_be_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Whether ``loss`` is ``sum(mask * losses)``, whether a wrong factor would show, and that sum.
+    """Compare ``loss`` with ``sum(mask * losses)``.
 
-    The first two are bool scalars on the device of ``loss``. The first is also True for a loss that
-    is not finite; and, if it ``may_be_mean``, for that sum divided by ``max(sum(mask), 1)`` or
-    ``sum(mask)``. The second is False where losses cancel or are 0, so that any factor fits.
+    Returns:
+        three scalars on the device of ``loss``. The first is True if ``loss`` is that sum or is not
+        finite; and if it ``may_be_mean``, also for the sum divided by ``max(sum(mask), 1)`` or
+        ``sum(mask)``. The second is True if a wrong factor would show; where losses cancel or are
+        0, any factor fits. The third is the sum.
     """
     epsilon = torch.finfo(loss.dtype).eps
     loss, losses, mask = (x.detach().reshape(-1).double() for x in (loss, losses, mask))
     total, size = weighted_sum(mask, losses), weighted_sum(mask.abs(), losses.abs())
     divisors = [torch.ones_like(total)]
     if may_be_mean:
-        divisors.append(mask.sum())  # where the stock mean takes 1 instead, it is the sum
+        divisors.append(mask.sum())  # a stock mean that divides by 1 instead equals the sum
     divisor = torch.stack(divisors)
     # Where losses cancel, the rounding error of their sum dominates.
     allowed = _TOLERANCE * total.abs() + _ROUNDING * epsilon * size

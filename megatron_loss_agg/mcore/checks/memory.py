@@ -1,4 +1,4 @@
-"""Finds batches of a step that were drawn into the memory of earlier ones."""
+"""Detects batches of a step that were drawn into the memory of earlier batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class DrawnTensors:
-    """What is counted of drawn batches, with copies from before the next one was drawn."""
+    """The counted tensors of drawn batches, with copies made before the next batch was drawn."""
 
     def __init__(self, hook: LossHook) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         aggregations = [*(term.aggregation for term in hook.terms.values()), *hook.also]
         self._units = {unit for agg in aggregations for unit in agg.by_id}
-        # A custom function, or an extension other than that of `also`, may read any ids.
+        # A custom function, or an extension other than the one for `also`, may read any ids.
         has_function = any(agg.function is not None for agg in aggregations)
         num_other_extensions = len(hook.extensions) - (1 if hook.also else 0)
         self._reads_all_ids = has_function or num_other_extensions > 0
@@ -40,7 +40,8 @@ class DrawnTensors:
     def check_unchanged(self) -> None:
         """Raise DataError if a later batch was written into the memory of an earlier one.
 
-        No other check sees it: the counted mask, and that of the loss function, are both the last one.
+        No other check detects it, since the counted mask and the loss function's mask are then both
+        the last batch's.
         """
         if not all(torch.equal(_bytes(x), copy) for x, copy in self._pairs):
             raise DataError(
@@ -51,5 +52,5 @@ class DrawnTensors:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A copy of ``x`` as integers, in which NaN equals itself."""
+    """A copy of ``x`` as integers, for which NaN equals itself."""
     return x.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""Compares the masks of a step's loss functions with those that were counted, by their sums.
+"""Compares the masks of a step's loss functions with the counted masks, by their sums.
 
-The weights follow the mask that the script passes to its loss function. They are right only if its
-sums are those that were counted, over the ranks that split its tokens:
+The weights follow the mask that the script passes to its loss function. They are right only if the
+mask's sums over the ranks that split its tokens are the counted ones:
 
     sum_t m_t = M_s                                         for each sample, in the first step
     sum_t m_t = sum_s M_s  and  sum_t w_t = sum_s c_s M_s   for each microbatch
@@ -31,7 +31,7 @@ _BY_SAMPLE = "mask sum of a sample"
 
 
 class TermSums(NamedTuple):
-    """Sums over this rank's tokens of one microbatch, for one term, on their device."""
+    """Sums over this rank's tokens of one microbatch, for one term, on the tokens' device."""
 
     plan: StepPlan
     i: int  # the microbatch's index in its step
@@ -48,10 +48,10 @@ def note_sums(
 ) -> TermSums:
     """The sums of one microbatch for `check_sums`, which compares them after the step.
 
-    They stay on their device, so that no microbatch waits for it. In the first step there are sums by
-    sample, too: they catch most wrong splits.
+    They stay on their device, so that no microbatch waits for it. The first step also has sums by
+    sample, which catch most wrong splits.
     """
-    # Sums are added up over context-parallel ranks: if each has all tokens, they count once together.
+    # Sums are added up over context-parallel ranks. If each rank has all tokens, count them once.
     parts = samples.cp.size if term.is_whole else 1
     sums = {}
     if is_first_step:
@@ -79,13 +79,13 @@ def check_sums(call: Call, plans: Mapping[str, StepPlan], notes: Sequence[TermSu
         for name in sums:
             for planned, size in _planned_sums(plan, i, name):
                 total = next(totals)
-                if not abs(total - planned) <= _tolerance(name, planned, size):  # NaN is not
+                if not abs(total - planned) <= _tolerance(name, planned, size):  # True for NaN
                     raise _wrong_sum(call, i, name, planned, total)
 
 
 def _wrong_sum(call: Call, i: int, name: str, planned: float, total: float) -> DataError:
     ranks = dist.get_world_size(call.groups.split_group)
-    if name == "sum of weights" and ranks > 1:  # compared after the mask sum, which was right
+    if name == "sum of weights" and ranks > 1:  # the mask sum was compared first and was right
         return DataError(
             f"the weights of microbatch {i} must add up to {planned:g} over its context-parallel ranks, "
             f"got {total:g}. Give all of them the same ids, sample_weights and rejected, and each its "
@@ -102,7 +102,7 @@ def _wrong_sum(call: Call, i: int, name: str, planned: float, total: float) -> D
 
 def _tolerance(name: str, planned: float, size: float) -> float:
     """The absolute tolerance of a sum."""
-    # A sum of 0 and 1 is exact in fp32: one token more or less must be an error, however many there are.
+    # Sums of 0 and 1 are exact in fp32, so a difference of one token is always an error.
     is_count = name != "sum of weights" and planned.is_integer()
     return min(_TOLERANCE * size, 0.5) if is_count else _TOLERANCE * size
 
@@ -110,7 +110,8 @@ def _tolerance(name: str, planned: float, size: float) -> float:
 def _planned_sums(plan: StepPlan, i: int, name: str) -> list[tuple[float, float]]:
     """The planned sums of this name over all context-parallel ranks.
 
-    Each with the sum of its terms' absolute values, since rounding errors are relative to that.
+    Each comes with the sum of the absolute values that it adds, since rounding errors are relative
+    to that.
     """
     sums = plan.sums[i]
     if name == "sum of weights":
@@ -133,7 +134,7 @@ def _over_cp_ranks(
     notes: Sequence[TermSums],
     numbers: Tensor,
 ) -> Tensor:
-    """``numbers``, the sums of ``notes`` in order, added up over the ranks of each microbatch."""
+    """``numbers`` (the sums of ``notes``, in order) added up over the ranks of each microbatch."""
     group = call.groups.split_group
     if dist.get_world_size(group) == 1:
         return numbers
@@ -150,10 +151,10 @@ def _over_dynamic_groups(
     notes: Sequence[TermSums],
     numbers: Tensor,
 ) -> Tensor:
-    """As `_over_cp_ranks`, where each microbatch has its own ranks.
+    """Like `_over_cp_ranks`, but each microbatch has its own ranks.
 
-    One all-reduce, of a table with a row for every sum of every microbatch of all ranks: one for each
-    process group might deadlock, since ranks run theirs in different orders.
+    Uses one all-reduce of a table with a row for every sum of every microbatch of all ranks. One
+    all-reduce per process group might deadlock, since ranks would run them in different orders.
     """
     first_rows: dict[tuple[int, str], int] = {}  # the same on all ranks, whatever terms they have
     size = 0

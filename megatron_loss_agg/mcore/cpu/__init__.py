@@ -38,7 +38,7 @@ def enable() -> None:
 
     Call it before Megatron is first imported. Further calls do nothing.
     """
-    # Megatron requires it of launch scripts, for the order of kernels on GPU.
+    # Megatron requires launch scripts to set this, for the order of kernels on a GPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from megatron_loss_agg.mcore.cpu import device
 
@@ -56,7 +56,7 @@ def enable() -> None:
 def set_default_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Make `CPU_FLAGS` the defaults of Megatron's ``parser``, and return it.
 
-    A release may lack some of the flags. Flags of the command line still take precedence.
+    A release may lack some of the flags. Command-line flags still take precedence.
     """
     actions = parser._option_string_actions  # argparse has no public lookup
     for flag, value in CPU_FLAGS.items():

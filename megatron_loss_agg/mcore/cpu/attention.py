@@ -2,7 +2,7 @@
 
 Megatron's ``DotProductAttention`` leaves both to Transformer Engine. Here each rank gathers the
 keys and values of its context-parallel group, restores their order, and calls Megatron's attention
-with an explicit mask, on a GPU as on a CPU.
+with an explicit mask. It works on a GPU, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GatheredAttention(DotProductAttention):
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        # With a larger size the parent would split its heads, or refuse.
+        # With a larger size, the parent would split its heads or refuse.
         single_rank_config = copy.copy(config)
         single_rank_config.context_parallel_size = 1
         super().__init__(single_rank_config, *args, **kwargs)
@@ -68,7 +68,7 @@ class GatheredAttention(DotProductAttention):
         """
         group = self.cp_group
         if getattr(packed_seq_params, "local_cp_size", None) is not None:
-            group = packed_seq_params.cp_group  # None where one rank has these tokens
+            group = packed_seq_params.cp_group  # None if one rank has these tokens
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         if packed_seq_params is None and size == 1:
             return super().forward(
@@ -104,7 +104,7 @@ class GatheredAttention(DotProductAttention):
 
 
 def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
-    """The whole sequence axis (0) of ``local``; the backward reduce-scatters the gradient."""
+    """``local`` with its whole sequence axis (0); backward reduce-scatters the gradient."""
     if layout.cp_size == 1:
         return local.contiguous()
     parts = gather_from_sequence_parallel_region(
@@ -116,8 +116,8 @@ def _gather(local: Tensor, layout: CPLayout, group: Any) -> Tensor:
 def _forbidden(query_positions: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
     """[1, 1, queries, keys]: true where the query must not attend to the key.
 
-    ``lengths`` are those of the sequences without padding, or None for causal attention: that masks
-    all later keys, and so the padding.
+    ``lengths`` are the lengths of sequences without padding. None for causal attention, which masks
+    all later keys and thus also the padding.
     """
     key_positions = torch.arange(int(offsets[-1]))
     sequence = torch.searchsorted(offsets[1:].long(), key_positions, right=True)

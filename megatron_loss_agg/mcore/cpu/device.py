@@ -1,7 +1,7 @@
 """Stand-ins for ``torch.cuda``, so that Megatron-Core, which assumes a GPU, runs on CPU.
 
-All tensors stay on the CPU. Stand-ins return the CPU's own values where Megatron acts on them
-(time, random state, memory), and constants where it only checks a requirement.
+All tensors stay on the CPU. Stand-ins return the CPU's own values where Megatron uses them (time,
+random state, memory), and constants where it only checks a requirement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _entered_streams: list[Any] = []
 
 
 def inside_stream() -> bool:
-    """True inside of ``with torch.cuda.stream(...)``."""
+    """True inside ``with torch.cuda.stream(...)``."""
     return bool(_entered_streams)
 
 
@@ -74,7 +74,7 @@ def _replace_placement() -> None:
         return stock_to(x, *args, **kwargs)
 
     def type_on_gpu(x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's optimizers recognize a parameter on a GPU by the name of its type."""
+        """Return a GPU type's name, since Megatron's optimizers look for it in parameters."""
         result = stock_type(x, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
 
@@ -104,7 +104,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_properties() -> None:
-    """Show a device that is new enough, and has the host's memory, all of it free."""
+    """Report a device that is new enough and has the host's memory, all of it free."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = SimpleNamespace(
         name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=memory, gcnArchName=""
@@ -132,7 +132,7 @@ def _replace_random_state() -> None:
     cuda: Any = torch.cuda
     cuda.default_generators = (torch.default_generator,) * cuda.device_count()
     for name in ("_lazy_init", "current_device", "device_count"):
-        setattr(cuda.random, name, getattr(cuda, name))  # the module has imported torch's own
+        setattr(cuda.random, name, getattr(cuda, name))  # this module has imported the originals
 
 
 class Stream:

@@ -1,4 +1,4 @@
-"""Lifts Megatron restrictions that do not apply on CPU, or over gloo."""
+"""Lifts Megatron restrictions that do not apply on CPU or over gloo."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _skip_kernel_build() -> None:
-    """Keep Megatron up to 0.16 from asking for nvcc's version at startup: it builds nothing."""
+    """Keep Megatron up to 0.16 from asking for nvcc's version at startup; nothing is built."""
     try:
         fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
     except ImportError:
@@ -94,13 +94,13 @@ def _split_packs_without_transformer_engine() -> None:
 
 
 def _route_without_transformer_engine() -> None:
-    """Define a name that the router of releases up to 0.15 reads."""
+    """Define a name that the router in releases up to 0.15 reads."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def _allow_sequence_parallel_norms() -> None:
-    """Mark the parameters of torch's norms, so that Megatron all-reduces their gradients.
+    """Mark the parameters of torch's norms so that Megatron all-reduces their gradients.
 
     Megatron refuses torch's norms only because they do not set the mark.
     """
@@ -118,7 +118,7 @@ def _allow_sequence_parallel_norms() -> None:
 
 
 def _norm_without_transformer_engine() -> None:
-    """Provide the norm at the end of hybrid models: it ignores the spec of their layers."""
+    """Provide the norm at the end of hybrid models, which ignores their layer spec."""
     if transformer_engine.HAVE_TE:
         return
 
@@ -129,15 +129,15 @@ def _norm_without_transformer_engine() -> None:
 
 
 def _predict_tokens_without_transformer_engine() -> None:
-    """Replace a function of MTP, from 0.20 on, that calls isinstance with classes that are None."""
+    """Replace an MTP function that, from 0.20 on, calls isinstance with classes that are None."""
     if not transformer_engine.HAVE_TE:
         vars(multi_token_prediction).update(is_inference_column_parallel_linear=lambda layer: False)
 
 
 def _let_experts_have_biases() -> None:
-    """Return a new tensor from reductions: local experts add their biases to it in place.
+    """Return a new tensor from reductions, since local experts add their biases to it in place.
 
-    Megatron returns the input itself, and torch refuses to change that within autograd.
+    Megatron returns the input itself, and torch refuses to change that in place within autograd.
     """
     reduce = mappings._reduce
 
