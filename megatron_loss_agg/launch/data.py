@@ -1,4 +1,4 @@
-"""The training data of a run, read by Megatron's data sets from the flags of the run."""
+"""The training data of a run, read with Megatron's data sets according to the run's flags."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megatron_loss_agg.microbatch import Microbatch
 
 
 def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
-    """The first ``number`` rows or packs of the training data in Megatron's flags ``argv``.
+    """The first ``number`` rows or packs of the training data that Megatron's flags ``argv`` name.
 
-    They come as ``pretrain_gpt.py`` builds them, in the order of Megatron's sequential sampler:
-    from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, or else `GPTDataset`.
-    Their indices are built in a temporary folder. Masks of ``--sft`` are by the turns of our flags,
-    in ``argv`` or in the environment.
+    They are built as in ``pretrain_gpt.py`` and come in the order of Megatron's sequential sampler:
+    from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, otherwise `GPTDataset`.
+    Their indices are built in a temporary folder. Masks of ``--sft`` data follow the turn flags of
+    ours, in ``argv`` or in the environment.
 
     Raises:
         OptionError: there is no `megatron.training`, a flag or a file is missing, or Megatron
             cannot read the data.
         AggregationError: the data do not fit our flags.
     """
-    # Megatron's warnings at its import and about its indices do not belong to the answer.
+    # Megatron's warnings at import and about its indices do not belong in the answer.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
@@ -44,7 +44,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
     parser = add_megatron_arguments(flags.Parser(add_help=False, allow_abbrev=False))
     args, _ = parser.parse_known_args(others)
     vars(args).update(our_flags)
-    flags.hook_options(args)  # checks their words
+    flags.hook_options(args)  # checks the words in them
     with tempfile.TemporaryDirectory() as folder:
         try:
             dataset = _training_set(args, number, folder)
@@ -60,7 +60,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
 
 
 def _training_set(args: Any, number: int, folder: str) -> Any:
-    """Megatron's data set for its flags, with indices in ``folder`` and ``number`` rows or more."""
+    """Megatron's data set for its flags, with at least ``number`` rows; indices are in ``folder``."""
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -83,17 +83,17 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
         "blend_per_split": per_split and [per_split[0], None, None],
         "split": args.split or (blend and "969, 30, 1"),  # Megatron's default
         "tokenizer": build_tokenizer(args),
-        "create_attention_mask": False,  # [seq, seq], which nothing reads
+        "create_attention_mask": False,  # [seq, seq], and nothing reads it
     }
     names = {x.name for x in dataclasses.fields(gpt_dataset.GPTDatasetConfig) if x.init}
     config = gpt_dataset.GPTDatasetConfig(
         **{name: settings[name] for name in names & settings.keys()}
     )
     if config.split_matrix:
-        config.split_matrix[1:] = None, None  # validation and test, which may be empty
+        config.split_matrix[1:] = None, None  # no validation and test sets: they may be empty
     mock_or_indexed = gpt_dataset.MockGPTDataset if args.mock_data else gpt_dataset.GPTDataset
     dataset_class = _with_flags(SFTDataset, args) if args.sft else mock_or_indexed
-    # The order of the rows depends on the number of samples of the whole run.
+    # The order of the rows depends on the number of samples in the whole run.
     run_samples = args.train_samples or (args.train_iters or 0) * (args.global_batch_size or 0)
     sizes = [run_samples or number, 0, 0]
     dataset, _, _ = BlendedMegatronDatasetBuilder(
@@ -108,7 +108,7 @@ def _training_set(args: Any, number: int, folder: str) -> Any:
 
 
 def _with_flags(dataset_class: type[Any], args: Any) -> type[Any]:
-    """Megatron's ``SFTDataset``, with the columns and the mask of our flags in its packs."""
+    """Megatron's ``SFTDataset``, its packs with the columns and the mask that our flags ask for."""
     options = sft.SFTOptions.of(args)
     if not options.flags:
         return dataset_class
@@ -120,10 +120,10 @@ def _with_flags(dataset_class: type[Any], args: Any) -> type[Any]:
 
 
 def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> None:
-    """Refuse flags without data, and flags under which the run would read other rows.
+    """Refuse flags without data, and flags with which the run would read other rows.
 
     Raises:
-        OptionError: such flags.
+        OptionError: such flags were given.
     """
     if args.fim_data or args.seq_length is None or not has_training_data:
         raise OptionError(

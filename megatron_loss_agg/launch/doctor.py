@@ -29,7 +29,7 @@ from megatron_loss_agg.mcore.checks.before import has_transformer_engine_loss
 Result = tuple[str, str]
 """OK, WARN or FAIL, and a text. FAIL: the plugin would not run, or its loss would not be exact."""
 Check = Callable[[], Result | None]
-"""Returns None if there is nothing to report. An exception is a FAIL, too."""
+"""Returns None if there is nothing to report. An exception is also a FAIL."""
 
 
 def main(
@@ -40,14 +40,14 @@ def main(
     """Print one finding per line; return 1 if any of them is FAIL, else 0.
 
     Args:
-        examine: (name of a framework, files that start it) -> the finding on its adapter;
-            raises an error if the installed framework does not have its extension point.
-        frameworks: for the name of each framework with an adapter, whether the adapter works in a
+        examine: maps a framework's name and the files that start it to the finding on its adapter;
+            raises an error if the installed framework lacks the adapter's extension point.
+        frameworks: by name of each framework with an adapter, True if the adapter works in a
             process that needs no Megatron.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     script_flags = argv[end + 1 :] if end < len(argv) else None
-    if script_flags and script_flags[0] == "--cpu":  # as the launcher takes it
+    if script_flags and script_flags[0] == "--cpu":  # where the launcher expects it
         script_flags = script_flags[1:]
     parser = argparse.ArgumentParser(
         prog="megatron_loss_agg doctor",
@@ -73,16 +73,16 @@ def main(
     if args.files and not args.framework:
         parser.error("FILE needs --framework NAME; flags of a launch script stand after --")
     if script_flags and Path(script_flags[0]).is_file():
-        # As when the script runs: its folder comes first, and may have Megatron or modules.
+        # As when the script runs: its folder comes first and may contain Megatron or modules.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
-    # Megatron warns at its import about other things than the plugin.
+    # Megatron's warnings at import are not about the plugin.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(sys.stderr):
         checks = _checks(script_flags)
         if args.framework is not None:
             checks[args.framework] = partial(_check_framework, args.framework, args.files, examine)
-            if frameworks[args.framework] and "launcher" not in checks:  # no Megatron here
+            if frameworks[args.framework] and "launcher" not in checks:  # Megatron is not here
                 text = f"not here; the adapter of {args.framework} works in a process without it"
                 checks["megatron-core"] = lambda: ("OK", text)
         results = {name: _result_of(check) for name, check in checks.items()}
@@ -100,7 +100,7 @@ def _result_of(check: Check) -> Result | None:
 
 
 def _checks(script_flags: Sequence[str] | None) -> dict[str, Check]:
-    """The checks by name, of the Megatron that is first on ``sys.path``."""
+    """The checks, by name, for the Megatron that is first on ``sys.path``."""
     core, training = _imported("megatron.core"), _imported("megatron.training")
     checks: dict[str, Check] = {
         "python": lambda: ("OK", platform.python_version()),
@@ -138,7 +138,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def check_release(version: str, root: Path) -> Result:
-    """The support for this Megatron-Core release, which is installed in ``root``."""
+    """How well this Megatron-Core release, installed in ``root``, is supported."""
     release = _release(version)
     text, tested = f"{version} in {root}", "0.14 to 0.19"
     if release < (0, 13):
@@ -169,7 +169,7 @@ def _check_launcher() -> Result:
 
 
 def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: str) -> Result:
-    """The first thing that a run with these flags, or those of the environment, would refuse."""
+    """The first thing that a run with these flags, or the environment's, would refuse."""
     script = script_flags[0] if script_flags else "--"
     if not (script.startswith("-") or Path(script).is_file()):
         return (
@@ -207,7 +207,7 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
         return "WARN", f"{loss}; --cross-entropy-fusion-impl te {engine}"
     units = units_by_id(hook.terms).union(*(agg.by_id for agg in hook.also))
     if flags.hook_options(args)["sft_prompt_field"]:
-        units.discard("prompt")  # read from the data's lines
+        units.discard("prompt")  # read from the lines of the data
     ids = " and ".join(f"{unit}_ids" for unit in sorted(units))
     needs = f"; the batches must have {ids}" if ids else ""
     if "prompt" in units and getattr(args, "sft", False):

@@ -1,7 +1,7 @@
 """Fail the run if ``--loss-aggregation`` never took effect.
 
-A script can compute its loss without Megatron's schedule. It would then train on its usual loss,
-without a word about it.
+A script can compute its loss without Megatron's schedule. It would then silently train on its usual
+loss.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ BAD_START = 2
 
 
 class FlagUse:
-    """The plugin's flags in this process, and their use so far.
+    """The plugin's flags in this process, and how they were used so far.
 
     Args:
-        argv: the arguments of the script; with the plugin's flags, unless the environment has them.
+        argv: the arguments of the script, including the plugin's flags unless the environment has
+            them.
 
     Attributes:
         values: the flags' values, by the parser's names.
-        other_arguments: the arguments of the script without the plugin's flags, in their order.
-        has_megatron_optimizer: True once this process has made an optimizer of Megatron's. It then
+        other_arguments: the arguments of the script without the plugin's flags, in order.
+        has_megatron_optimizer: True once this process has made a Megatron optimizer. Megatron then
             steps torch's optimizers, even before training, to initialize their state.
 
     Raises:
@@ -42,21 +43,21 @@ class FlagUse:
         self.has_megatron_optimizer = False
         self._asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
         self._schedule_was_called = False
-        self._training_hook: LossHook | None = None  # that of the last training call
+        self._training_hook: LossHook | None = None  # the hook of the last training call
 
     @property
     def mode(self) -> str | None:
-        """The value of ``--loss-aggregation``, also from a YAML file of Megatron."""
+        """The value of ``--loss-aggregation``, which may also come from Megatron's YAML file."""
         mode = self.values.get("loss_aggregation")
         return mode or getattr(megatron_args(), "loss_aggregation", None)
 
     @property
     def skips_optimizer(self) -> bool:
-        """True if the next step of the optimizer is to be skipped: no token was active."""
+        """True if the optimizer should skip its next step, since no token was active."""
         return self._training_hook is not None and self._training_hook.step_is_empty
 
     def recorded(self, hook: LossHook, hooked: Callable[..., Any]) -> Callable[..., Any]:
-        """The schedule ``hooked``, with the loss of ``hook``, and a record of its calls."""
+        """The schedule ``hooked``, which has the loss of ``hook``, with its calls recorded."""
 
         @functools.wraps(hooked)
         def schedule(**arguments: Any) -> Any:
@@ -85,7 +86,7 @@ class FlagUse:
             )
 
     def check_before_torch_step(self, optimizer: Any, *_: Any) -> None:
-        """`check_before_step` for an optimizer of torch, which cannot be skipped."""
+        """`check_before_step` for a torch optimizer, whose step cannot be skipped."""
         if self.has_megatron_optimizer:
             return
         self.check_before_step(optimizer)
@@ -97,10 +98,10 @@ class FlagUse:
             )
 
     def error_at_exit(self) -> HostError | None:
-        """The error of a script that ends now without effect of its flags; None if all is well.
+        """The error for a script that ends now if its flags had no effect; None if all is well.
 
-        All is well in a run that had nothing to do: Megatron's loop makes no step if its checkpoint
-        is that of the last iteration. That loop sets ``do_train`` in its flags.
+        All is also well if the run had nothing to do: Megatron's loop makes no step if its
+        checkpoint is from the last iteration. That loop sets ``do_train`` in its flags.
         """
         had_nothing_to_do = self._asks_for_help or hasattr(megatron_args(), "do_train")
         if self._schedule_was_called or had_nothing_to_do or not self.mode:
@@ -115,24 +116,24 @@ class FlagUse:
         )
 
     def fail_at_exit(self) -> None:
-        """End the process, at its exit, with `BAD_START` if the flags have had no effect."""
+        """At exit, end the process with code `BAD_START` if the flags have had no effect."""
         ended_with_an_error = getattr(sys, "last_value", None) is not None
         error = None if ended_with_an_error else self.error_at_exit()
         if error is not None:
             code = refuse(error)
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)  # in an atexit function an exception does not change the exit code
+            os._exit(code)  # an exception in an atexit function does not change the exit code
 
 
 def refuse(error: AggregationError) -> int:
-    """Print ``error`` as one line, and return the exit code."""
+    """Print ``error`` as one line and return the exit code."""
     print(f"megatron_loss_agg: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return BAD_START
 
 
 def megatron_args() -> Any:
-    """Megatron's parsed flags; empty ones in a script that does not use its parser."""
+    """Megatron's parsed flags; none in a script that does not use Megatron's parser."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     try:
         return argparse.Namespace() if global_vars is None else global_vars.get_args()

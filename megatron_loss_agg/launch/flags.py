@@ -24,34 +24,34 @@ from megatron_loss_agg.turns import TURNS
 
 FLAG = "--loss-aggregation"
 VARIABLE = "MEGATRON_LOSS_AGG_FLAGS"
-"""The environment variable that holds the flags where another program owns the command line."""
-_DASHES = "-\N{EN DASH}\N{EM DASH}"  # the last two are in text that was copied from a page
+"""The environment variable with the flags, for use if another program owns the command line."""
+_DASHES = "-\N{EN DASH}\N{EM DASH}"  # the last two occur in text copied from a page
 _CUTOFF = 0.85
-"""A flag whose first two words are at least this similar (difflib ratio) to "loss-aggregation" was
-meant as ours. Megatron's score below 0.6."""
+"""A flag is taken for a misspelt one of ours if its first two words are at least this similar
+(difflib ratio) to "loss-aggregation". Megatron's flags score below 0.6."""
 _OPTION_CUTOFF = 0.75
-"""Least similarity of the remaining words to an option that is suggested."""
+"""An option is suggested if the remaining words are at least this similar to it."""
 
 
 class _Option(NamedTuple):
-    """A further flag ``--loss-aggregation-NAME``; without a value and without words, a switch."""
+    """A further flag ``--loss-aggregation-NAME``; a switch if it has neither a value nor words."""
 
     help: str
-    value: str | None = None  # how the help shows a free value
-    words: tuple[str, ...] = ()  # the only values that are allowed
+    value: str | None = None  # how the help shows an arbitrary value
+    words: tuple[str, ...] = ()  # the only allowed values
     default: str | None = None  # one of the words
-    nargs: str | None = None  # as in argparse; the values have commas or spaces between
+    nargs: str | None = None  # as in argparse; the values are separated by commas or spaces
     type: Callable[[str], Any] = str
 
 
 _ONLY_MODE = {"function": "custom", "levels": "nested_mean"}
-"""Options with a single mode that takes them."""
+"""Options that only a single mode takes."""
 _MTP_MODES = tuple(
     name
     for name, mode in MODES.items()
     if mode.divisor == "refused" and name not in _ONLY_MODE.values()
 )
-"""The modes without further options."""
+"""The modes that need no further options."""
 _COUNT_OR_SKIP = ("count", "skip")
 _AGGREGATION_OPTIONS = {
     "divisor": _Option("the D of 'constant' and 'sum', a number above 0", "D", type=float),
@@ -175,7 +175,7 @@ _REMOVED = {
         "PYTHONPATH",
     ),
 }
-"""Flags of the version before: the reason of their removal, and the remedy."""
+"""Flags of the previous version: the reason for their removal, and the remedy."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -218,9 +218,9 @@ def aggregation_from(args: argparse.Namespace) -> LossAggregation | None:
 
 
 def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
-    """The aggregation of the loss, and then those of ``--loss-aggregation-also``.
+    """The aggregation of the loss, followed by those of ``--loss-aggregation-also``.
 
-    Each takes the further flags that its mode has. Empty without ``--loss-aggregation``.
+    Each takes the further flags that its mode supports. Empty without ``--loss-aggregation``.
 
     Raises:
         AggregationError: a flag's value is bad, or conflicts with another flag.
@@ -235,7 +235,7 @@ def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
     options: list[dict[str, Any]] = [{} for _ in modes]
     for name in (x for x in _AGGREGATION_OPTIONS if x in values):
         takers = [i for i, x in enumerate(modes) if _takes(x, name)]
-        # An option that none takes goes to the mode of the loss, which refuses it with its reason.
+        # An option that no mode takes goes to the mode of the loss, which refuses it with a reason.
         for i in takers or [0]:
             options[i][name] = values[name]
     return [_aggregation(*pair) for pair in zip(modes, options, strict=True)]
@@ -244,7 +244,7 @@ def aggregations_from(args: argparse.Namespace) -> list[LossAggregation]:
 def hook_options(args: argparse.Namespace) -> dict[str, Any]:
     """By name, the values or defaults of the flags that set up the hook.
 
-    Flags of several values have lists.
+    Flags that take several values have lists.
     """
     values = _values(args)
     return {
@@ -255,10 +255,10 @@ def hook_options(args: argparse.Namespace) -> dict[str, Any]:
 def aggregation_from_environment(text: str | None = None) -> LossAggregation | None:
     """The aggregation that `VARIABLE` asks for; None without it. ``text``: as in `environment_flags`.
 
-    For loops that apply `StepPlan.coefficients` themselves, where other flags have no effect.
+    For loops that apply `StepPlan.coefficients` themselves, in which other flags have no effect.
 
     Raises:
-        AggregationError: as in `aggregation_from`, or the variable holds something else.
+        AggregationError: as in `aggregation_from`, or the variable contains something else.
     """
     values = environment_flags(text)
     allowed = {"loss_aggregation", *(f"loss_aggregation_{name}" for name in _AGGREGATION_OPTIONS)}
@@ -285,10 +285,10 @@ def process_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def environment_flags(text: str | None = None) -> dict[str, Any]:
-    """The flags in `VARIABLE`, by the parser's names; it may hold nothing else.
+    """The flags in `VARIABLE`, by the parser's names. The variable may contain nothing else.
 
     Args:
-        text: its value in another process; by default in this one.
+        text: the variable's value in another process; by default its value in this process.
     """
     words = shlex.split(os.environ.get(VARIABLE, "") if text is None else text)
     if quoted := [word for word in words if re.match(rf"{FLAG}[\w-]* ", word)]:
@@ -306,7 +306,7 @@ def environment_flags(text: str | None = None) -> dict[str, Any]:
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags in ``argv``, by the parser's names, and the other arguments in their order."""
+    """Our flags in ``argv``, by the parser's names, and the other arguments in order."""
     parser = add_arguments(
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     )
@@ -327,7 +327,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _nearest(flag: str) -> str | None:
-    """The flag of ours that was probably meant by ``flag``; None if it is another program's."""
+    """Our flag that ``flag`` probably stands for; None if ``flag`` is another program's."""
     words = flag.strip(_DASHES).replace("_", "-").split("-")
     if not get_close_matches("-".join(words[:2]), [FLAG.strip(_DASHES)], 1, _CUTOFF):
         return None
@@ -339,7 +339,7 @@ def _nearest(flag: str) -> str | None:
 
 
 def load(flag: str, path: str) -> Callable[..., Any]:
-    """The function or class at ``path`` (``module:name``), the value of ``flag``."""
+    """The function or class at ``path`` (``module:name``), which is the value of ``flag``."""
     module, _, name = path.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -352,7 +352,7 @@ def load(flag: str, path: str) -> Callable[..., Any]:
 
 
 def _flag(name: str) -> str:
-    """The flag of the option ``name``."""
+    """The flag for the option ``name``."""
     return f"{FLAG}-{name.replace('_', '-')}"
 
 
@@ -364,10 +364,10 @@ def _as_flag(setting: str) -> str:
 def _values(args: argparse.Namespace) -> dict[str, Any]:
     """The values of the further flags in ``args``, by their names in `_OPTIONS`; lists as words.
 
-    They may come from a YAML file of Megatron, so no parser has checked them.
+    They may come from Megatron's YAML file, so no parser has checked them.
 
     Raises:
-        OptionError: a value is not one of the flag's words, or a setting is not ours.
+        OptionError: a value is not one of the flag's words, or a setting is not one of ours.
     """
     names = ["loss_aggregation", *(f"loss_aggregation_{name}" for name in _OPTIONS)]
     for setting in vars(args):
@@ -380,7 +380,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {
         name: getattr(args, f"loss_aggregation_{name}", None) for name in _OPTIONS
     }
-    # Not by equality: a divisor of 0 equals False, and is refused later.
+    # Do not compare with ==, since a divisor of 0 equals False; it is refused later.
     values = {name: x for name, x in values.items() if x is not None and x is not False}
     for name, value in values.items():
         words = _OPTIONS[name].words
@@ -395,7 +395,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _takes(mode: str, name: str) -> bool:
-    """Whether ``mode``, or the preset, takes the option ``name`` of an aggregation."""
+    """True if the mode or preset ``mode`` takes the option ``name`` of an aggregation."""
     if name == "divisor":
         return takes_divisor(mode)
     return mode == _ONLY_MODE.get(name, mode)
@@ -414,7 +414,7 @@ def _aggregation(mode: str, options: dict[str, Any]) -> LossAggregation:
 
 
 def _refuse_removed(flag: str) -> None:
-    """Raise OptionError if the version before had this flag."""
+    """Raise OptionError if this is a flag of the previous version."""
     if flag in _REMOVED:
         reason, remedy = _REMOVED[flag]
         raise OptionError(f"{flag} was removed: {reason}. {remedy}, and remove {flag}.")

@@ -1,4 +1,4 @@
-"""Replaces functions of Megatron, so that every loop on its schedules uses the hook of the flags."""
+"""Replaces Megatron functions, so that every loop on its schedules uses the hook from the flags."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_loss_agg.mcore.checks.before import check_settings
 
 Schedule = Callable[..., Any]
 MakeHook = Callable[[Any, bool], LossHook | None]
-"""(Megatron's parsed flags, whether the hook is for Megatron's training loop) -> the hook."""
+"""Makes the hook from Megatron's parsed flags, and True if it is for Megatron's training loop."""
 
 
 def hook_from_args(
@@ -42,9 +42,9 @@ def hook_from_args(
     """The hook for Megatron's parsed flags; None without ``--loss-aggregation``.
 
     Args:
-        args: Megatron's parsed flags, ours among them.
+        args: Megatron's parsed flags, including ours.
         in_training_loop: True if the hook is for Megatron's training loop.
-        read_batch: reads batches without ``--loss-aggregation-batch``.
+        read_batch: reads batches if ``--loss-aggregation-batch`` is not set.
 
     Raises:
         AggregationError: a bad value, or flags that conflict.
@@ -63,7 +63,7 @@ def hook_from_args(
         sft_options.check(args, options["batch"], aggregation)
         read_batch = sft_options.reader()
         settings["sft"] = sft_options.in_words
-    # The user's extensions come first: they may change the loss, and should get it without MTP's part.
+    # The user's extensions come first: they may change the loss, and should get it without MTP.
     extensions = [_user_extension(path) for path in options["extension"]]
     if options["extension"]:
         settings["extension"] = " ".join(options["extension"])
@@ -74,7 +74,7 @@ def hook_from_args(
     if options["mtp"] != "megatron":
         extensions.append(MTPAggregation(_mtp_aggregation(options["mtp"], aggregation)))
         settings["mtp"] = options["mtp"]
-    # In other loops forward-only calls may compute something else than a loss.
+    # In other loops, forward-only calls may compute something other than a loss.
     evaluation = options["evaluation"] or ("same" if in_training_loop else "megatron")
     return LossHook(
         aggregation,
@@ -94,10 +94,10 @@ def hook_from_args(
 
 
 def _user_extension(path: str) -> Extension:
-    """The extension that the class or function ``path``, ``module:name``, makes.
+    """The extension made by the class or function at ``path`` (``module:name``).
 
     Raises:
-        OptionError: it makes none.
+        OptionError: the result is not an extension.
     """
     flag = f"{flags.FLAG}-extension"
     make = flags.load(flag, path)
@@ -117,7 +117,7 @@ def _user_extension(path: str) -> Extension:
 
 
 def _mtp_aggregation(mode: str, aggregation: LossAggregation) -> LossAggregation | None:
-    """MTP's ``mode`` with the other options of the main loss; None: that of the main loss."""
+    """MTP's ``mode`` with the other options of the main loss; None: use the main loss's own."""
     if mode == "same":
         return None
     unset: dict[str, Any] = dict.fromkeys(("divisor", "count", "levels", "function", "name"))
@@ -125,7 +125,7 @@ def _mtp_aggregation(mode: str, aggregation: LossAggregation) -> LossAggregation
 
 
 def _megatron_split(args: Any) -> str | None:
-    """The split of Megatron's ``get_batch`` under its flags; None: the default."""
+    """The split that Megatron's ``get_batch`` uses with these flags; None: the default."""
     splits_pack = getattr(args, "dataloader_inter_document_masking", False)
     return "zigzag_pack" if splits_pack and not getattr(args, "sft", False) else None
 
@@ -138,22 +138,23 @@ def install(
 ) -> Callable[[], None]:
     """Hook the schedule and the optimizers of every loop on Megatron-Core in this process.
 
-    Our flags are taken off the command line (``sys.argv``), or from the environment variable
-    ``MEGATRON_LOSS_AGG_FLAGS``, and added to Megatron's parser, if the script uses it. Without
-    ``--loss-aggregation`` Megatron's behaviour does not change. With it, an optimizer that steps
-    before the hook has run raises HostError. Does nothing if already installed.
+    Our flags are removed from the command line (``sys.argv``), or read from the environment
+    variable ``MEGATRON_LOSS_AGG_FLAGS``, and added to Megatron's parser if the script uses it.
+    Without ``--loss-aggregation``, Megatron's behaviour does not change. With it, an optimizer that
+    steps before the hook has run raises HostError. Does nothing if already installed.
 
     Args:
         prepare_parser: applied to Megatron's parser after Megatron has added its flags.
         make_hook: called once for Megatron's training loop, before the model is built, and once for
-            each model of other loops.
+            each model in other loops.
         watch_exit: end the process with code 2 if the flags have had no effect when it exits.
-        launcher: the launcher's record of the flags and their use. Flags that make no hook then end
-            the script with one line and exit code 2, instead of a traceback.
+        launcher: the launcher's record of the flags and their use. Flags that fail to make a hook
+            then end the script with one line and exit code 2, instead of a traceback.
 
     Returns:
-        ``uninstall``: it restores every function and the command line, but loops that have imported
-        a function go on with ours. It does nothing if the plugin was installed before.
+        a function ``uninstall``, which restores every function and the command line. Loops that
+        have already imported a function keep ours. It does nothing if the plugin was already
+        installed.
 
     Raises:
         AggregationError: bad flags; raised before Megatron is imported.
@@ -180,7 +181,7 @@ def install(
 
 
 def _replacement(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function in place of ``original`` that calls ``method`` with it and its arguments."""
+    """A replacement for ``original`` that calls ``method`` with it and its arguments."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -194,10 +195,11 @@ class Plugin:
     """The functions that replace Megatron's; each gets Megatron's function and its arguments.
 
     Args:
-        use: records the use of the flags.
+        use: records how the flags are used.
         prepare_parser: see `install`.
         make_hook: see `install`.
-        exit_on_error: flags that make no hook end the process with one line and exit code 2.
+        exit_on_error: if the flags fail to make a hook, end the process with one line and exit
+            code 2.
     """
 
     def __init__(
@@ -212,17 +214,17 @@ class Plugin:
         self._make_hook = make_hook
         self._exit_on_error = exit_on_error
         self._hooked_in_training_loop: Callable[[Schedule], Schedule] | None = None
-        # One hook for each model, since a hook checks and measures the first step of its model.
+        # One hook per model, since a hook checks and measures the first step of its model.
         self._hooked_by_model: WeakKeyDictionary[Any, Callable[[Schedule], Schedule]]
         self._hooked_by_model = WeakKeyDictionary()
 
     def _new_hook(self, in_training_loop: bool) -> Callable[[Schedule], Schedule]:
-        """Make a hook from the flags; return a function that hooks a schedule, each schedule once.
+        """Make a hook from the flags; return a function that hooks schedules, each of them once.
 
-        Without ``--loss-aggregation`` it returns the schedule as it is.
+        Without ``--loss-aggregation``, that function returns the schedule unchanged.
         """
         args = megatron_args()
-        # Once more, since Megatron's YAML file replaces the command line.
+        # Set our flags again, since Megatron's YAML file replaces the command line.
         vars(args).update(self._use.values)
         try:
             hook = self._make_hook(args, in_training_loop)
@@ -238,7 +240,7 @@ class Plugin:
         return hooked
 
     def run_schedule(self, schedule: Schedule, **arguments: Any) -> Any:
-        """Runs the schedule of a loop other than Megatron's; each of its models has a hook."""
+        """Run the schedule of a loop other than Megatron's; each of its models has its own hook."""
         first_chunk = model_chunks(arguments["model"])[0]
         if first_chunk not in self._hooked_by_model:
             self._hooked_by_model[first_chunk] = self._new_hook(in_training_loop=False)
@@ -251,7 +253,7 @@ class Plugin:
     def step_optimizer(
         self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Steps; an empty step is skipped with the result of Megatron's optimizers on overflow."""
+        """Step, or skip an empty step, returning the same as Megatron's optimizers on overflow."""
         self._use.check_before_step(optimizer)
         if self._use.skips_optimizer:
             return False, None, None  # update_successful, grad_norm, num_zeros_in_grad
@@ -260,7 +262,7 @@ class Plugin:
     def read_pack(
         self, get_item: Callable[..., Any], dataset: Any, index: int
     ) -> Mapping[str, Any]:
-        """Returns a pack of Megatron's SFT data, with the columns and the mask of the flags."""
+        """Return a pack of Megatron's SFT data, with the columns and mask from the flags."""
         item, args = get_item(dataset, index), megatron_args()
         options = sft.SFTOptions.of(args)
         aggregate_evaluation = getattr(args, "loss_aggregation_evaluation", None) != "megatron"
@@ -274,7 +276,7 @@ class Plugin:
         return parser
 
     def set_up_model(self, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes the hook before the model: bad flags should fail before the slow construction.
+        """Make the hook before the model, so that bad flags fail before the slow construction.
 
         Megatron makes another model in the same process after a fault (--inprocess-restart).
         """
@@ -282,11 +284,11 @@ class Plugin:
         return setup(*args, **kwargs)
 
     def wrap_data_iterator(self, wrap: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Adds the ids of samples to packs of Megatron's schedulers, with ``--loss-aggregation``."""
+        """With ``--loss-aggregation``, add sample ids to the packs of Megatron's schedulers."""
         return (with_ids(wrap) if self._use.mode else wrap)(*args, **kwargs)
 
     def get_schedule(self, get: Callable[..., Schedule], *args: Any, **kwargs: Any) -> Schedule:
-        """Returns the schedule of Megatron's training loop; all of its models have one hook."""
+        """Return the schedule of Megatron's training loop; all of its models share one hook."""
         if self._hooked_in_training_loop is None:
             self._hooked_in_training_loop = self._new_hook(in_training_loop=True)
         return self._hooked_in_training_loop(get(*args, **kwargs))
@@ -297,16 +299,16 @@ class Replacement(NamedTuple):
 
     holder: Any  # a module or class of Megatron
     name: str  # of its public function
-    method: Callable[..., Any]  # of `Plugin`, in its place
+    method: Callable[..., Any]  # of `Plugin`, which replaces it
 
 
 def replacements() -> list[Replacement]:
     """The functions of Megatron that `install` replaces, each with ours.
 
-    Without `megatron.training` there are fewer. Scripts that need it raise their own error.
+    Without `megatron.training` there are fewer; scripts that need it raise their own error.
 
     Raises:
-        HostError: Megatron lacks one of them.
+        HostError: Megatron lacks one of these functions.
     """
     from megatron.core import __version__
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -334,7 +336,7 @@ def replacements() -> list[Replacement]:
             Replacement(training, "setup_model_and_optimizer", Plugin.set_up_model),
             Replacement(training, "get_forward_backward_func", Plugin.get_schedule),
         ]
-        if hasattr(training, "wrap_data_iterator"):  # not in releases
+        if hasattr(training, "wrap_data_iterator"):  # not in any release
             table.append(Replacement(training, "wrap_data_iterator", Plugin.wrap_data_iterator))
         from megatron.training.datasets.sft_dataset import SFTDataset
 

@@ -1,9 +1,9 @@
-"""Prompt ids, weights and turns of Megatron's ``--sft`` data, from fields of its lines of JSON.
+"""Prompt ids, weights and turns of Megatron's ``--sft`` data, from fields of its JSON lines.
 
-A line is one pack of one or several conversations; each begins with a system message. A field of the
-line holds one value for all of them, or a list with one for each. Each token of a pack gets its
-conversation's value, since Megatron's loader keeps columns by token; the reader takes the value at each
-conversation's first token. Turns change the loss mask instead.
+A line is one pack of one or more conversations. Each conversation begins with a system message. A
+field of the line holds one value for all conversations, or a list with one value for each. Each
+token of a pack gets its conversation's value, since Megatron's loader keeps columns by token; the
+reader takes the value at each conversation's first token. Turns change the loss mask instead.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ WEIGHT_FLAG = "--loss-aggregation-sft-weight-field"
 TURNS_FLAG = "--loss-aggregation-sft-turns"
 TURN_FIELD_FLAG = "--loss-aggregation-sft-turn-field"
 _MASK_MARK = "is_masked_by_turns"
-"""The key of a batch whose loss mask is by turns; by token, since hybrid context parallelism cuts it."""
+"""Marks a batch with a loss mask by turns: a value by token, since hybrid context parallelism cuts it."""
 
 
 def _weights(name: str, values: Sequence[Any]) -> Tensor:
-    """fp64 [conversations], from numbers of JSON."""
+    """fp64 [conversations], from JSON numbers."""
     for x in values:
         is_number = isinstance(x, int | float) and not isinstance(x, bool)
         if not is_number or not 0 <= x < math.inf:
@@ -48,17 +48,17 @@ def _weights(name: str, values: Sequence[Any]) -> Tensor:
 
 
 class Column(NamedTuple):
-    """A column of packs, with the value of its conversation for each token."""
+    """A column in packs, with the conversation's value for each token."""
 
     flag: str  # names the field of the lines
-    key: str  # of the batch
-    name: str  # of the field of `Microbatch`
+    key: str  # in the batch
+    name: str  # of the field in `Microbatch`
     to_tensor: Callable[[str, Sequence[Any]], Tensor]
-    """(name for errors, values) -> [conversations]."""
+    """Maps a name for errors, and values, to a tensor [conversations]."""
 
 
 COLUMNS = (
-    # The key does not end in "_ids": `with_ids` would take its values for ids of samples.
+    # The key must not end in "_ids": `with_ids` would take its values for sample ids.
     Column(PROMPT_FLAG, "token_prompt_id", "prompt_ids", ids_from),
     Column(WEIGHT_FLAG, "token_weight", "sample_weights", _weights),
 )
@@ -74,7 +74,7 @@ class SFTOptions:
 
     @classmethod
     def of(cls, args: Any) -> SFTOptions:
-        """Those in Megatron's parsed flags ``args``."""
+        """The options in Megatron's parsed flags ``args``."""
 
         def value(name: str) -> Any:
             return getattr(args, f"loss_aggregation_sft_{name}", None)
@@ -84,7 +84,7 @@ class SFTOptions:
 
     @functools.cached_property
     def flags(self) -> dict[str, str]:
-        """The flags that change something, with their values."""
+        """The flags that have an effect, with their values."""
         values = {
             PROMPT_FLAG: self.prompt_field,
             WEIGHT_FLAG: self.weight_field,
@@ -95,12 +95,12 @@ class SFTOptions:
 
     @property
     def flag(self) -> str:
-        """The first of them, to name in an error."""
+        """The first of `flags`, to name in an error."""
         return next(iter(self.flags))
 
     @property
     def in_words(self) -> str:
-        """Them without their common beginning, such as "turns last, turn-field train"."""
+        """The `flags` without their common prefix, such as "turns last, turn-field train"."""
         return ", ".join(f"{flag.rpartition('sft-')[2]} {x}" for flag, x in self.flags.items())
 
     @property
@@ -109,7 +109,7 @@ class SFTOptions:
         return [column for column in COLUMNS if column.flag in self.flags]
 
     def check(self, args: Any, batch_function: str | None, aggregation: LossAggregation) -> None:
-        """Raise OptionError where the flags would have no effect on Megatron's parsed flags."""
+        """Raise OptionError if the flags would have no effect with Megatron's parsed flags."""
         self.check_sft(args)
         if batch_function is not None:
             raise OptionError(
@@ -124,7 +124,7 @@ class SFTOptions:
             )
 
     def check_sft(self, args: Any) -> None:
-        """Raise OptionError if one is set and Megatron's parsed flags have no ``--sft``."""
+        """Raise OptionError if any flag is set and Megatron's parsed flags lack ``--sft``."""
         # The attribute is missing before Megatron has parsed its flags.
         if self.flags and not getattr(args, "sft", True):
             raise OptionError(
@@ -137,12 +137,12 @@ class SFTOptions:
         return functools.partial(_read_pack, self)
 
     def read_item(self, item: Mapping[str, Any], dataset: Any, index: int) -> dict[str, Any]:
-        """``item``, number ``index`` of Megatron's ``SFTDataset``, with its columns and mask by turns.
+        """``item`` number ``index`` of Megatron's ``SFTDataset``, with our columns and mask by turns.
 
         Raises:
-            HostError: this Megatron makes no packs.
+            HostError: this Megatron does not make packs.
             DataError: the line lacks a field, or its value does not fit the conversations.
-            OptionError: the prompt format has no masks by turns.
+            OptionError: the prompt format does not allow masks by turns.
         """
         if "cu_seqlens" not in item:
             raise HostError(
@@ -160,7 +160,7 @@ class SFTOptions:
             field = self.flags[column.flag]
             values = _values(line, field, column.flag, len(conversations), where)
             values_C = column.to_tensor(f"{field!r} in {where} ({column.flag})", values)
-            # A pack that Megatron cuts at the sequence length may lack the last conversations.
+            # Megatron cuts packs at the sequence length, so the last conversations may be missing.
             result[column.key] = values_C[: len(lengths)].repeat_interleave(lengths)
         if self.turns != ALL_TURNS:
             result["loss_mask"] = self._mask(item, dataset, conversations, starts, where)
@@ -179,13 +179,13 @@ class SFTOptions:
 
         Raises:
             DataError: as in `Turns.have_loss`.
-            OptionError: the prompt format has no masks by turns.
+            OptionError: the prompt format does not allow masks by turns.
         """
-        mask_T = item["loss_mask"].roll(1)  # of each token itself, not of the position before it
+        mask_T = item["loss_mask"].roll(1)  # for each token itself, not for the position before it
         for (start, end), messages in zip(pairwise(starts), conversations, strict=False):
             rendered = [_tokens(dataset.config.tokenizer, message) for message in messages]
             lengths = torch.tensor([len(tokens) for tokens in rendered])
-            rendered_T = torch.cat(rendered)[: end - start]  # a pack may cut it
+            rendered_T = torch.cat(rendered)[: end - start]  # the pack may cut it
             turn_T = torch.arange(len(messages)).repeat_interleave(lengths)[: end - start]
             is_assistant_T = torch.tensor([is_answer(message) for message in messages])[turn_T]
             span = slice(start, start + len(rendered_T))
@@ -197,8 +197,8 @@ class SFTOptions:
                     f"{where}. Choose --sft-tokenizer-prompt-format nemotron-nano-v2 or "
                     "nemotron-h-aligned, or remove the flag."
                 )
-            # Megatron-LM 0.16 ends a conversation with a token of its own. It is its last message's;
-            # so is padding, whose mask is 0.
+            # Megatron-LM 0.16 ends a conversation with an extra token. It counts as part of the last
+            # message. So does padding, whose mask is 0.
             turn_T = pad(turn_T, (0, end - start - len(turn_T)), value=len(messages) - 1)
             has_loss = self.turns.have_loss(messages, where)
             mask_T[start:end] = self.turns.mask(mask_T[start:end], turn_T, has_loss)
@@ -206,7 +206,7 @@ class SFTOptions:
 
 
 def _conversations(messages: Sequence[Any]) -> list[list[Any]]:
-    """The conversations of a line; a system message begins a new one."""
+    """The conversations of a line. A system message begins a new one."""
     conversations: list[list[Any]] = []
     for message in messages:
         if message["role"] == "system" or not conversations:
@@ -218,7 +218,7 @@ def _conversations(messages: Sequence[Any]) -> list[list[Any]]:
 def _starts(cu_seqlens: Tensor, flag: str, where: str) -> list[int]:
     """Offsets of the conversations that the pack holds."""
     offsets: list[int] = cu_seqlens.tolist()
-    # The end is repeated, so that the offsets of all packs have one length.
+    # The end is repeated, so that the offsets of all packs have the same length.
     starts = offsets[: offsets.index(offsets[-1]) + 1]
     if any(a == b for a, b in pairwise(starts)):
         raise DataError(
@@ -234,7 +234,7 @@ def _values(
     """The field's value for each conversation of a line.
 
     Raises:
-        DataError: there is none, or a list of another length.
+        DataError: there is no value, or a list of the wrong length.
     """
     value = line.get(field)
     if value is None:
@@ -265,7 +265,7 @@ def _read_pack(options: SFTOptions, batch: Any) -> Microbatch:
     """`read_batch` for packs of `SFTOptions.read_item`.
 
     Raises:
-        DataError: the batch lacks what the flags add, or as in `read_batch`.
+        DataError: the batch lacks keys that the flags add, or as in `read_batch`.
     """
     columns = options.columns
     marks = [] if options.turns == ALL_TURNS else [_MASK_MARK]

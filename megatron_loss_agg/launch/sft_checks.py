@@ -1,4 +1,4 @@
-"""Checks of Megatron's ``--sft`` for ``doctor``: Megatron itself would end the run later."""
+"""Checks of Megatron's ``--sft`` for ``doctor``, for runs that Megatron itself would end later."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_loss_agg.errors import HostError
 
 
 def check_attention_mask(args: Any, release: tuple[int, int]) -> None:
-    """Raise HostError where Megatron would end a run of ``--sft`` at its first batch.
+    """Raise HostError if Megatron would end a run with ``--sft`` at its first batch.
 
     Args:
         args: Megatron's parsed flags.
-        release: of Megatron-Core.
+        release: the release of Megatron-Core.
     """
     if release >= (0, 16) and getattr(args, "create_attention_mask_in_dataloader", False):
         raise HostError(
@@ -25,9 +25,9 @@ def check_attention_mask(args: Any, release: tuple[int, int]) -> None:
 
 
 def check_split(args: Any) -> None:
-    """Raise HostError where a set that Megatron reads would be empty, in Megatron's parsed flags.
+    """Raise HostError if, with Megatron's parsed flags, a set that Megatron reads would be empty.
 
-    Megatron divides by the number of a set's lines when it first reads the set.
+    Megatron divides by the number of lines in a set when it first reads the set.
     """
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
@@ -45,7 +45,7 @@ def check_split(args: Any) -> None:
     ends_of = {
         name: ends for name, ends in ends_of.items() if ends and (reads_all or name == "training")
     }
-    # Two lines or more of a share never round to none: there is no need to read on.
+    # A share of two or more lines never rounds to none, so there is no need to read on.
     shares = [end - start for start, end in ends_of.values()]
     enough = math.ceil(2 / min(shares, default=1))
     for path in filter(Path.is_file, map(Path, blend[0])):
@@ -60,6 +60,6 @@ def check_split(args: Any) -> None:
 
 
 def count_lines(path: Path, most: int) -> int:
-    """The number of lines of ``path`` that are not blank, or ``most`` if there are more."""
+    """The number of lines in ``path`` that are not blank, or ``most`` if there are more."""
     with path.open("rb") as file:
         return sum(1 for _ in islice((line for line in file if not line.isspace()), most))

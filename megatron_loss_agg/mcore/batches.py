@@ -32,7 +32,7 @@ HOW_TO_READ = (
 )
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
-"""Batch keys of the model's integer inputs by token. Positions are left out: all samples share them."""
+"""Batch keys of integers by token that the model is called with, except positions, which all share."""
 
 _TOKEN_IDS = ("input_ids", "position_ids")
 """Batch keys that end in "_ids" but have an element for each token, not for each sample."""
