@@ -1,11 +1,11 @@
-"""Adapters for frameworks with a training loop of their own: one file a framework, and no patch.
+"""Adapters for frameworks with their own training loops: one file per framework, and no patches.
 
-An adapter stands on an extension point of the framework, and multiplies the framework's summands by
-`StepPlan.coefficients`. The aggregation is in the environment of the processes that train:
+An adapter uses an extension point of its framework and multiplies the terms of the framework's sums
+by `StepPlan.coefficients`. The aggregation is set in the environment of the processes that train:
 
     MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 
-Without the variable an adapter changes nothing.
+Without the variable, an adapter changes nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _printed: set[str] = set()
 def required_release(framework: str, package: str, oldest: str) -> Iterator[None]:
     """Raise HostError if the block does not find a name that it imports or looks up.
 
-    The block names all that an adapter calls, overrides or replaces. Were a method renamed that an
-    adapter overrides, the override would never run, and the framework's own mean would be trained.
+    The block names everything that an adapter calls, overrides or replaces. If a method that an
+    adapter overrides were renamed, the override would never run, and the framework would train on
+    its own mean.
 
     Args:
-        package: the framework's package; what lacks in it is a matter of its version.
+        package: the framework's package; a name missing from it means that its version is too old.
         oldest: the oldest version that has all names.
     """
     try:
@@ -70,7 +71,8 @@ def read_aggregation(
 
     Args:
         batch_kind: as in `check_aggregation`; by default the framework's name.
-        on_all_ranks: all ranks that train call, so they compare whether they aggregate.
+        on_all_ranks: True if all ranks that train call this. They then check that all or none of
+            them aggregate.
     """
 
     def read() -> LossAggregation | None:
@@ -88,10 +90,10 @@ def read_aggregation(
 def same_on_all_ranks(read: Callable[[], _T]) -> _T:
     """The result of ``read`` on this rank. All ranks must call.
 
-    A rank without the variable trains at once, while the others wait for its counts for ever.
+    A rank without the variable would start training, while the others wait forever for its counts.
 
     Raises:
-        OptionError: the result is empty on some ranks, and on others not.
+        OptionError: the result is empty on some ranks but not on others.
         PeerError: ``read`` failed on another rank.
     """
     results: list[_T] = []
@@ -109,7 +111,7 @@ def same_on_all_ranks(read: Callable[[], _T]) -> _T:
 
 
 def check_aggregation(agg: LossAggregation, batch_kind: str) -> None:
-    """Raise OptionError if the aggregation needs more than a row of `BATCHES` has.
+    """Raise OptionError if the aggregation needs more than a row of `BATCHES` provides.
 
     Args:
         batch_kind: a key of `BATCHES`.
@@ -126,7 +128,7 @@ def check_aggregation(agg: LossAggregation, batch_kind: str) -> None:
 def prompts_by_tokens(tokens: Tensor, is_prompt: Tensor) -> list[str]:
     """An id for each row's prompt [rows]: a hash of the tokens [rows, tokens] that belong to it.
 
-    For frameworks that send no ids of prompts. A hash is one string on all ranks.
+    For frameworks that do not send prompt ids. The hash is the same string on all ranks.
     """
     rows = zip(tokens.cpu(), is_prompt.cpu(), strict=True)
     prompts = (row[belongs].numpy().tobytes() for row, belongs in rows)
@@ -134,7 +136,7 @@ def prompts_by_tokens(tokens: Tensor, is_prompt: Tensor) -> list[str]:
 
 
 def print_inactive(framework: str) -> None:
-    """Print once that an adapter has no aggregation, so that the framework's loss is trained."""
+    """Print once that an adapter has no aggregation and the framework's own loss is trained."""
     if _is_first_print("none"):
         print(
             f"loss aggregation: none, since {VARIABLE} is not set in this process; {framework}'s loss "
@@ -144,11 +146,11 @@ def print_inactive(framework: str) -> None:
 
 
 def print_first_lines(plan: StepPlan, model_name: str = "") -> None:
-    """Print the aggregation and the counts of the first step, on rank 0 and once in a process.
+    """Print the aggregation and the counts of the first step, on rank 0 and once per process.
 
     Args:
         plan: the plan of the first optimizer step.
-        model_name: the model that is trained, such as ``critic``, where a process trains several.
+        model_name: the model being trained, such as ``critic``, if a process trains several.
     """
     if not _is_first_print(model_name):
         return
@@ -159,7 +161,7 @@ def print_first_lines(plan: StepPlan, model_name: str = "") -> None:
 
 
 def _is_first_print(model_name: str) -> bool:
-    """True once for each name, on rank 0 alone."""
+    """True once for each name, only on rank 0."""
     if model_name in _printed or (dist.is_initialized() and dist.get_rank() > 0):
         return False
     _printed.add(model_name)

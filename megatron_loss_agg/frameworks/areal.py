@@ -1,14 +1,14 @@
-"""AReaL's PPO, critic and SFT on Megatron: trainers whose engines weigh every token.
+"""AReaL's PPO, critic and SFT on Megatron: trainers whose engines weight every token.
 
-Stands on `TrainEngine.train_batch(input_, loss_fn, loss_weight_fn)`, overridden by the engines here,
-and on the methods of AReaL's trainers that create an engine. AReaL's loss of an optimizer step of N
-tokens is, over micro-batches k of ``n_k`` tokens,
+Relies on `TrainEngine.train_batch(input_, loss_fn, loss_weight_fn)`, overridden by the engines
+here, and on the methods of AReaL's trainers that create an engine. AReaL's loss for an optimizer
+step of N tokens, with micro-batches k of ``n_k`` tokens, is
 
     L = sum_k (n_k / N) (1 / n_k) sum_t m_t l_t = (1 / N) sum_t m_t l_t
 
-so the gradient of each log-probability, or value, times ``N c_s`` is that of ``sum_t m_t c_s l_t``.
-SFT divides by ``n_k + 1e-5`` in place of ``n_k``; the weights undo that. AReaL reports no loss, but
-means over tokens, and these stay.
+so multiplying the gradient of each log-probability, or value, by ``N c_s`` gives the gradient of
+``sum_t m_t c_s l_t``. SFT divides by ``n_k + 1e-5`` instead of ``n_k``; the weights undo that.
+AReaL does not report the loss but means over tokens, which are unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ with required_release("AReaL", "areal", "1.0.4"):
     from areal import PPOTrainer as ArealPPOTrainer
     from areal import SFTTrainer as ArealSFTTrainer
 
-    # 1.0.3 divides losses by the number of micro-batches once too often; it has no DPO engine.
+    # 1.0.3, which divides losses once too often by the number of micro-batches, has no DPO engine.
     from areal.engine.megatron_engine import (  # noqa: F401
         MegatronDPOEngine,
         MegatronLMEngine,
@@ -72,7 +72,7 @@ GROUP_KEY, WEIGHT_KEY = "_trajectory_group", "_loss_weight"
 
 
 class _AggregatingEngine:
-    """An engine that weighs tokens as MEGATRON_LOSS_AGG_FLAGS says."""
+    """An engine that weights tokens as MEGATRON_LOSS_AGG_FLAGS says."""
 
     model_name = ""
     has_prompts = True
@@ -98,7 +98,7 @@ class _AggregatingEngine:
         )
         print_first_lines(plan, self.model_name)
         weight_S = (plan.coefficients(0) * plan.counts.all_tokens).to(mask.device, torch.float32)
-        # AReaL splits and packs a column of the mask's shape as it does the mask.
+        # AReaL splits and packs a column of the mask's shape like the mask.
         data[WEIGHT_KEY] = weight_S.unsqueeze(-1).expand(mask.shape).contiguous()
 
         def weighed_loss(output: Tensor, *more: Any, **stats: Any) -> Tensor:
@@ -112,7 +112,7 @@ class _AggregatingEngine:
         return super().train_batch(data, weighed_loss, loss_weight_fn)  # type: ignore[misc]
 
     def ppo_update(self, data: list[dict[str, Any]]) -> None:
-        """AReaL's update, with the trajectory group of each sample: its prompt, whole on one rank."""
+        """AReaL's update, plus each sample's trajectory group: its prompt, entirely on one rank."""
         engine: Any = self
         first = engine.data_parallel_rank * 2**32  # so that ranks number different groups
         groups = [
@@ -123,7 +123,7 @@ class _AggregatingEngine:
 
 
 class AggregatedPPOActor(_AggregatingEngine, MegatronPPOActor):
-    """AReaL's actor; PPO, GRPO, GSPO, CISPO and SAPO."""
+    """AReaL's actor, for PPO, GRPO, GSPO, CISPO and SAPO."""
 
 
 class AggregatedPPOCritic(_AggregatingEngine, MegatronPPOCritic):
@@ -154,11 +154,11 @@ def _aggregation(config: Any, has_prompts: bool) -> LossAggregation:
 
 
 class PPOTrainer(ArealPPOTrainer):
-    """AReaL's trainer with an aggregating actor and critic; without the variable, as it is."""
+    """AReaL's trainer with an aggregating actor and critic; unchanged without the variable."""
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
         create = partial(super()._create_train_engine, actor_config, alloc)
-        if actor_config is not self.config.actor:  # of a reference or a teacher
+        if actor_config is not self.config.actor:  # it is a reference's or a teacher's
             return create()
         return _create_engine(AggregatedPPOActor, actor_config, alloc, self.scheduler, create)
 
@@ -168,7 +168,7 @@ class PPOTrainer(ArealPPOTrainer):
 
 
 class SFTTrainer(ArealSFTTrainer):
-    """AReaL's trainer with an aggregating model; without the variable, as it is."""
+    """AReaL's trainer with an aggregating model; unchanged without the variable."""
 
     def _create_actor(self, actor_config: Any) -> Any:
         create = partial(super()._create_actor, actor_config)
@@ -180,7 +180,7 @@ class SFTTrainer(ArealSFTTrainer):
 def _create_engine(
     engine_class: Any, config: Any, alloc: Any, scheduler: Any, create: Callable[[], Any]
 ) -> Any:
-    """The engine; or its controller, which sends the import path of the class to its workers.
+    """The engine, or its controller, which sends the class's import path to its workers.
 
     Args:
         create: AReaL's own method, for a process without the variable.

@@ -1,4 +1,4 @@
-"""What ``doctor --framework NAME`` looks at: the installed framework, and the files that start it."""
+"""Checks for ``doctor --framework NAME``: the installed framework and the files that start it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _OURS = "megatron_loss_agg.frameworks"
 
 
 class Framework(NamedTuple):
-    """A framework with an adapter, a module of this package."""
+    """A framework with an adapter; the adapter is a module of this package."""
 
     title: str
     package: str
     distribution: str
     """Its name on the package index."""
     tried: tuple[str, ...]
-    """Releases, or commits of a clone, on which the adapter was run."""
+    """Releases, or commits of a clone, that the adapter was run on."""
     entry_points: dict[tuple[str, ...], str]
-    """Ways to load the adapter: settings or lines that must all be there -> a key of `BATCHES`."""
+    """Ways to load the adapter. Maps settings or lines, all of them needed, to a `BATCHES` key."""
     settings: tuple[tuple[str, str], ...] = ()
     """Sections of its configuration, with dots between nested names, and their keys in `SETTINGS`."""
     variables: str = ".*"
-    """A pattern of the sections whose variables reach the processes that load the adapter."""
+    """Matches sections whose variables reach the processes that load the adapter."""
     in_driver: bool = False
-    """The process that loads the adapter trains nothing, and needs no Megatron."""
+    """True if the process that loads the adapter does not train and needs no Megatron."""
 
 
 FRAMEWORKS = {
@@ -148,16 +148,16 @@ FRAMEWORKS = {
         entry_points={("external_plugins", "ms_swift/plugin.py"): "ms-swift"},
     ),
 }
-"""All frameworks by the names of their adapters."""
+"""All frameworks, by the names of their adapters."""
 
 
 class Launch(NamedTuple):
-    """What the files that start a framework say to the adapter."""
+    """Settings for the adapter in the files that start a framework."""
 
     batch_kind: str
     """A key of `BATCHES`."""
     flags: list[str]
-    """The variable's values; not those that a shell, a program or another file fills in."""
+    """The variable's values, except those that a shell, a program or another file fills in."""
 
 
 def examine_framework(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
@@ -167,8 +167,8 @@ def examine_framework(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
         files: the script and the settings that start the framework.
 
     Raises:
-        HostError: the framework is not there, or lacks a name that the adapter uses; or a setting
-            in a file under which the adapter is not exact.
+        HostError: the framework is not installed or lacks a name that the adapter uses, or a file
+            has a setting with which the adapter is not exact.
         OptionError: bad flags in a file or in the environment, or files that load no adapter.
     """
     framework = FRAMEWORKS[name]
@@ -201,7 +201,7 @@ def examine_framework(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def _version(framework: Framework) -> str:
-    """The commit of the framework's clone, or else its installed release."""
+    """The commit of the framework's clone, otherwise its installed release."""
     spec = importlib.util.find_spec(framework.package)
     assert spec is not None and spec.submodule_search_locations
     root = Path(next(iter(spec.submodule_search_locations))).parent
@@ -217,7 +217,7 @@ def _version(framework: Framework) -> str:
 
 
 def read_aggregations(launch: Launch) -> list[LossAggregation]:
-    """The aggregations that the adapter would read: from the files, or else from the environment.
+    """The aggregations that the adapter would read: from the files, otherwise the environment.
 
     Raises:
         OptionError: the adapter would refuse the flags.
@@ -234,12 +234,12 @@ def read_aggregations(launch: Launch) -> list[LossAggregation]:
 
 
 def read_launch(framework: Framework, files: Sequence[str]) -> Launch:
-    """What the files say, which together load the adapter.
+    """The settings in the files, which together must load the adapter.
 
     Raises:
-        OptionError: they do not load it. A framework passes over a setting that it does not have,
-            or imports another class, and its own mean is trained.
-        HostError: a setting under which the adapter is not exact.
+        OptionError: they do not load it. A framework ignores a setting that it does not know, or
+            imports another class, and then trains on its own mean.
+        HostError: a setting with which the adapter is not exact.
     """
     texts, flags = [], []
     for name in files:
@@ -265,11 +265,11 @@ def read_launch(framework: Framework, files: Sequence[str]) -> Launch:
 
 
 def read_settings(framework: Framework, path: Path) -> list[tuple[str, Any]]:
-    """Names and values of a YAML file, as ``actor_train.worker_cls``; each value of a list alone.
+    """Names in a YAML file, such as ``actor_train.worker_cls``, and values, one per list item.
 
     Raises:
-        OptionError: it is not YAML.
-        HostError: a setting under which the adapter is not exact.
+        OptionError: the file is not YAML.
+        HostError: a setting with which the adapter is not exact.
     """
     import yaml  # type: ignore[import-untyped]  # installed with each framework that has such files
 
@@ -278,7 +278,7 @@ def read_settings(framework: Framework, path: Path) -> list[tuple[str, Any]]:
     except yaml.YAMLError as error:
         raise OptionError(f"{path} must be YAML, got {error}. Correct it.") from error
     values = [*_flat(config)]
-    # Others are defaults, or filled in from elsewhere.
+    # Other settings are defaults or are filled in from elsewhere.
     set_here = {key for key, value in values if "${" not in str(value)}
     for section, row in framework.settings:
         prefix = section and f"{section}."
@@ -299,10 +299,10 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def entry_point_in(framework: Framework, files: str, text: str) -> str:
-    """The key of `BATCHES` of the first entry point that is whole in the text.
+    """The key of `BATCHES` for the first entry point that is complete in the text.
 
     Raises:
-        OptionError: none is.
+        OptionError: no entry point is.
     """
     missing = {}
     for words, batch_kind in framework.entry_points.items():
@@ -322,21 +322,21 @@ def entry_point_in(framework: Framework, files: str, text: str) -> str:
 _FLAGS = re.compile(
     # Neither "${VARIABLE=...}" nor a comparison with "$VARIABLE".
     rf"""(?<![\w$])(?<!\$\{{){VARIABLE}"""
-    # An argument may be anything else, such as the next of several names.
+    # An argument may be something else, such as the next of several names.
     r"""(?:\\*["']?(?:\]?\s*[:=]|\s*,(?=\s*["']-))\s*(?P<quote>\\*["'])(?P<quoted>.*?)(?P=quote)"""
-    # Elsewhere than in a shell a word without quotes is a variable.
+    # Outside a shell, a word without quotes is a variable.
     r"""|=(?P<word>[^\s"'&;)]+))"""
 )
-"""The variable and its value, as a shell, JSON or a program write them."""
+"""The variable and its value, as written in a shell, in JSON or in a program."""
 _FILLED_IN = re.compile(r"[$`{%?]|[ =]$")
-"""A value that a shell, a template or Hydra fills in, or that goes on behind its quotes."""
+"""A value that a shell, a template or Hydra fills in, or that continues after its quotes."""
 
 
 def _pattern(words: str) -> str:
-    """Words of a command line or a program, also as YAML, JSON or a shell write them."""
+    """Matches words of a command line or a program, also as written in YAML, JSON or a shell."""
     parts = map(re.escape, re.split("[ =]|: ", words))
     # Quotes and signs between a name and its value, and other values of a list.
     between = r"""["']?(?:\s|\\|=|:)+["'\[(\s]*(?:[\w./]+,\s*)*"""
-    # Variables are named behind whatever section passes them on, settings with all sections.
+    # Variables may follow any section that passes them on; settings are named with all sections.
     start = "" if words[0] == "(" else r"(?<!\w)" if words[0].isupper() else r"(?<![\w.])"
     return start + between.join(parts) + (r"(?!\w)" if words[-1] != "(" else "")

@@ -1,12 +1,12 @@
 """miles, a fork of slime with the same losses: replaces the denominators as `slime` does.
 
-`convert` stands on ``--custom-convert-samples-to-train-data-path``: the rollout manager of miles
-calls it with all samples, in place of its own conversion. It calls that, and sets
+`convert` relies on ``--custom-convert-samples-to-train-data-path``: the rollout manager of miles
+calls it with all samples, instead of its own conversion. It calls that conversion and sets
 
     denominator = 1 / (c_s * rollouts)
 
-miles takes integers for masks, so a denominator below 1 is refused. `postprocess` needs a miles
-that hands its data to ``--rollout-data-postprocess-path``, as it does with patches/miles.
+miles requires integer masks, so a denominator below 1 is refused. `postprocess` needs a miles that
+passes its data to ``--rollout-data-postprocess-path``, as it does with patches/miles.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ CONVERT_HINT = (
 )
 
 with required_release("miles", "miles", OLDEST):
-    if find_spec("miles"):  # not where this module is only read
+    if find_spec("miles"):  # skip if the module is imported only to read it
         importlib.import_module("miles.utils.dp_schedule")
 
 
 def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = None) -> None:
-    """Replace the denominators in ``rollout_data``, as the adapter of slime does."""
+    """Replace the denominators in ``rollout_data``, like slime's adapter."""
     upgrade_hint = f"Let it hand them over (patches/miles/31f1ca9.patch), or {CONVERT_HINT}."
     replace_denominators(args, rollout_data, "miles", upgrade_hint, CONVERT_HINT)
 
 
 def __getattr__(name: str) -> Any:
-    """``convert``, as the rollout manager loads it; None without an aggregation.
+    """``convert``, loaded by the rollout manager; None without an aggregation.
 
-    With None miles converts samples by itself. A function in its place would not get the metadata
-    of its own conversion: the steps of multi-LoRA, and dynamic batch sizes.
+    With None, miles converts samples itself. A function would not get the metadata that miles's own
+    conversion gets: the steps of multi-LoRA, and dynamic batch sizes.
     """
     if name != "convert":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -61,7 +61,7 @@ def _convert(agg: LossAggregation, args: Namespace, samples: list[Any]) -> dict[
     """miles's own training data of ``samples``, with the denominators of the plan.
 
     Raises:
-        HostError: a denominator below 1, or a setting under which miles does not divide by them.
+        HostError: a denominator below 1, or a setting with which miles does not divide by them.
     """
     check_settings(args, *REFUSED["slime"], *REFUSED["miles"])
     # The conversion sets the masks of removed samples to 0.
@@ -70,7 +70,7 @@ def _convert(agg: LossAggregation, args: Namespace, samples: list[Any]) -> dict[
     conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
     load_function = importlib.import_module("miles.utils.misc").load_function
     path = args.custom_reward_post_process_path
-    metadata: dict[str, Any] = {}  # of nothing but the settings that are refused
+    metadata: dict[str, Any] = {}  # only settings that are refused have any
     data: dict[str, Any] = conversion.convert_samples_to_train_data(
         args, samples, metadata, None, path and load_function(path)
     )

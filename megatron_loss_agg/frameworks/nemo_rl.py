@@ -1,15 +1,16 @@
-"""NeMo-RL's GRPO, PPO and SFT on Megatron: a policy whose `train` weighs every sample.
+"""NeMo-RL's GRPO, PPO and SFT on Megatron: a policy whose `train` weights every sample.
 
-Stands on `PolicyInterface.train(data, loss_fn)`, called by the driver with the whole batch, and on
+Relies on `PolicyInterface.train(data, loss_fn)`, called by the driver with the whole batch, and on
 the `LossFunction` protocol: NeMo-RL sends the loss function to its workers with the batch. Here the
-driver adds a column with ``c_s`` to the batch. With ``v = sample_mask``, NeMo-RL's loss of a global
-batch is
+driver adds a column with ``c_s`` to the batch. With ``v = sample_mask``, NeMo-RL's loss for a
+global batch is
 
     L = (1 / G) sum_s v_s sum_t m_t l_t                G = global_valid_toks, or
     L = (1 / N) sum_s v_s (1 / M_s) sum_t m_t l_t      N = global_valid_seqs, if not token_level_loss
 
-so the gradient of each log-probability times ``c_s G / v_s``, or ``c_s M_s N / v_s``, is that of
-``sum_t m_t c_s l_t``. The reported loss follows; other metrics stay NeMo-RL's.
+so multiplying the gradient of each log-probability by ``c_s G / v_s``, or ``c_s M_s N / v_s``,
+gives the gradient of ``sum_t m_t c_s l_t``. The reported loss is aggregated, too; other metrics
+remain NeMo-RL's own.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ COLUMN = "loss_coefficients"
 
 
 def aggregate_losses(policy: Any) -> Any:
-    """Let ``policy.train`` aggregate losses as MEGATRON_LOSS_AGG_FLAGS says; returns the policy.
+    """Make ``policy.train`` aggregate losses as MEGATRON_LOSS_AGG_FLAGS says; return the policy.
 
-    Evaluation stays NeMo-RL's. Without the variable nothing changes.
+    Evaluation remains NeMo-RL's own. Without the variable, nothing changes.
 
     Raises:
         OptionError: a mode that needs more than NeMo-RL sends.
-        HostError: a policy whose workers are not Megatron's, or do not get the driver's batch.
+        HostError: a policy whose workers do not use Megatron or do not get the driver's batch.
     """
     agg = read_aggregation("NeMo-RL")
     if agg is None:
@@ -62,7 +63,7 @@ def aggregate_losses(policy: Any) -> Any:
     check_settings(policy.cfg, *REFUSED["nemo_rl"])
     if hasattr(policy, "train_from_meta"):
         raise refused("nemo_rl, data plane", "a policy of the data plane")
-    # The default is as in NeMo-RL's own means.
+    # The defaults are those of NeMo-RL's own means.
     agg = replace(
         agg, rejected=agg.rejected or "skip", sample_weights=agg.sample_weights or "count"
     )
@@ -83,7 +84,7 @@ def aggregate_losses(policy: Any) -> Any:
 
 
 def _check_loss(agg: LossAggregation, data: Any, loss_fn: Any) -> None:
-    """Raise if the weights do not fit the loss, or the batch does not tell its prompts apart."""
+    """Raise if the weights do not fit the loss, or the batch does not distinguish its prompts."""
     if type(loss_fn) not in (ClippedPGLossFn, NLLLossFn):
         raise refused("nemo_rl, loss", type(loss_fn).__name__)
     check_settings(loss_fn, *REFUSED["nemo_rl, loss"])
@@ -116,9 +117,9 @@ def _coefficients(agg: LossAggregation, data: Any, size: int) -> Tensor:
 
 
 def _prompts(data: Any) -> list[str]:
-    """An id of each row's prompt: the tokens before the first generated one, as for advantages.
+    """An id for each row's prompt: the tokens before the first generated one, as for advantages.
 
-    The position of a row does not tell its prompt: dynamic sampling drops single samples.
+    A row's position does not identify its prompt, since dynamic sampling drops single samples.
     """
     tokens, positions = data["input_ids"], torch.arange(data["input_ids"].shape[1])
     is_generated = data["token_mask"] != 0
@@ -129,13 +130,13 @@ def _prompts(data: Any) -> list[str]:
 
 
 class AggregatedLoss:
-    """A loss function of NeMo-RL that weighs each sample by a column of the batch."""
+    """A NeMo-RL loss function with each sample weighted by a column of the batch."""
 
     def __init__(self, loss_fn: Any) -> None:
         self.loss_fn = loss_fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loss_fn":  # missing while it is unpickled
+        if name.startswith("__") or name == "loss_fn":  # missing during unpickling
             raise AttributeError(name)
         return getattr(self.loss_fn, name)
 
@@ -163,7 +164,7 @@ class AggregatedLoss:
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
         )
-        # The loss is a sum of sample_mask times a sample's loss: its derivative is that loss.
+        # The loss is a sum of sample_mask times each sample's loss: its derivative is that loss.
         (losses,) = torch.autograd.grad(loss, sample_mask, retain_graph=True)
         aggregated = (weights * sample_mask.detach() * losses).sum()
         return loss, {**metrics, "loss": aggregated.item()}

@@ -1,6 +1,6 @@
-"""What adapters cannot make exact: tables of batches, of settings, and of everything else.
+"""Things that adapters cannot make exact: tables of batches, of settings, and of everything else.
 
-A message is made of a row: "NAME must be NEEDED, got VALUE. REMEDY", or "NEEDED, got VALUE. REMEDY".
+A row becomes a message: "NAME must be NEEDED, got VALUE. REMEDY", or "NEEDED, got VALUE. REMEDY".
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from megatron_loss_agg.errors import AggregationError, DataError, HostError, Opt
 from megatron_loss_agg.launch.flags import VARIABLE
 
 OFF = (None, False, "")
-"""Values of a setting that is off."""
+"""The values that mean a setting is off."""
 UNSET = f"Unset {VARIABLE}."
 
 
 class Setting(NamedTuple):
-    """A setting of a framework, and the values under which its adapter is exact."""
+    """A setting of a framework, and the values with which the adapter is exact."""
 
     name: str
     """A flag, or an attribute of the configuration, with dots between nested ones."""
@@ -29,7 +29,7 @@ class Setting(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Anything else. ``{words}`` in braces are filled in where it is raised."""
+    """Anything else. ``{words}`` in braces are filled in when it is raised."""
 
     needed: str
     """The first sentence without its end, ", got ..."."""
@@ -38,10 +38,10 @@ class Refusal(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """What the samples of a framework can be grouped and weighed by."""
+    """Ways in which a framework's samples can be grouped and weighted."""
 
     units: frozenset[str]
-    """Besides the sample and the step."""
+    """Units besides the sample and the step."""
     has_weights: bool = False
     has_hook: bool = False
     """The framework's loop has a `LossHook`, which takes all flags."""
@@ -54,7 +54,7 @@ _BY_SAMPLE = frozenset[str]()
 BATCHES = {
     "verl": Batches(_BY_ROLLOUT),
     "slime": Batches(_BY_ROLLOUT | {"microbatch"}),
-    "miles": Batches(_BY_ROLLOUT),  # its adapter comes before there are microbatches
+    "miles": Batches(_BY_ROLLOUT),  # its adapter runs before there are microbatches
     "miles with its patch": Batches(_BY_ROLLOUT | {"microbatch"}),
     "NeMo-RL": Batches(_BY_PROMPT, has_weights=True),
     "NeMo-RL's SFT": Batches(_BY_SAMPLE, has_weights=True),
@@ -66,7 +66,7 @@ BATCHES = {
     "SkyRL": Batches(_BY_ROLLOUT),
     "ms-swift": Batches(frozenset({"microbatch"}), has_hook=True),
 }
-"""By the name of a framework, or of a part of it."""
+"""By name of a framework, or of a part of one."""
 
 _DIVIDED = "off, since losses are then not divided by rollout_mask_sums"
 _BY_MANAGER = (
@@ -328,13 +328,13 @@ REFUSALS = {
 
 
 def refused(name: str, got: object, **words: object) -> AggregationError:
-    """The error of a row of `REFUSALS`, with the words that it names."""
+    """The error for a row of `REFUSALS`, with the words that the row names."""
     row = REFUSALS[name]
     return row.error(f"{row.needed.format(**words)}, got {got}. {row.remedy.format(**words)}")
 
 
 def check_settings(config: Any, *settings: Setting) -> None:
-    """Raise HostError for the first setting whose value is not allowed; a missing one is None."""
+    """Raise HostError for the first setting with a value not allowed; a missing setting is None."""
     for setting in settings:
         value = value_at(config, setting.name.removeprefix("--").replace("-", "_"))
         if value not in setting.allowed:
@@ -343,7 +343,7 @@ def check_settings(config: Any, *settings: Setting) -> None:
 
 
 def value_at(config: Any, path: str) -> Any:
-    """The value at ``path``, names with dots between; None where one is missing."""
+    """The value at ``path``, names joined by dots; None if a name is missing."""
     for key in filter(None, path.split(".")):
         config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
     return config

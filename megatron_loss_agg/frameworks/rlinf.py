@@ -1,13 +1,13 @@
 """RLinf's reasoning actor on Megatron: its aggregation of a microbatch, over the whole step.
 
-Stands on the class of the actor, which a script of RLinf's names, and on its attribute
-``loss_agg_func``: RLinf reduces the policy's loss, KL and entropy of a microbatch by it, to a mean of
-that microbatch. Megatron divides it by the number of microbatches and of data-parallel ranks. Here it
-is, with the coefficients of the step's samples,
+Relies on the actor's class, which RLinf's script names, and on its attribute ``loss_agg_func``.
+RLinf uses that to reduce the policy loss, KL and entropy of a microbatch to a mean, and Megatron
+divides the mean by the number of microbatches and of data-parallel ranks. Here the coefficients of
+the step's samples replace the mean with
 
     num_microbatches * dp_size * sum_s c_s sum_t m_t l_t
 
-for the loss, and for the same terms in RLinf's metrics, which are averaged over both.
+in the loss and in the same terms of RLinf's metrics, which are averaged over microbatches and ranks.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ COLUMN = "loss_coefficients"
 
 
 class MegatronActor(RLinfActor):
-    """RLinf's actor; without the variable, as it is."""
+    """RLinf's actor; unchanged without the variable."""
 
     row_weights: Tensor | None = None
-    """``c_s`` of the microbatch whose loss is computed."""
+    """``c_s`` of the microbatch whose loss is being computed."""
     is_first_step = True
     aggregation: LossAggregation | None = None
 
@@ -82,7 +82,7 @@ class MegatronActor(RLinfActor):
         return super().training_step({**batch, COLUMN: coefficients})
 
     def prompts(self, batch: dict[str, Tensor]) -> list[str]:
-        """An id of each row's prompt, which stands left of the response."""
+        """An id for each row's prompt, which is left of the response."""
         columns = slice(None, -self.response_len)
         return prompts_by_tokens(
             batch["input_ids"][:, columns], batch["attention_mask"][:, columns] != 0
@@ -95,7 +95,7 @@ class MegatronActor(RLinfActor):
 
         def weighed_step(iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
             batch = dict(next(iterator))
-            # RLinf takes the loss of all rows to be 0 where the first one has no token.
+            # RLinf sets the loss of all rows to 0 if the first row has no tokens.
             order = batch["response_mask"].any(-1).to(torch.uint8).argsort(descending=True)
             batch = {key: x[order] for key, x in batch.items()}
             weights = batch.pop(COLUMN)
@@ -114,7 +114,7 @@ class MegatronActor(RLinfActor):
         return weighed_step
 
     def aggregated(self, values: Tensor, mask: Tensor, *_: Any) -> Tensor:
-        """The loss of a microbatch, in place of RLinf's mean."""
+        """The loss of a microbatch, instead of RLinf's mean."""
         assert self.row_weights is not None
         weights = self.row_weights.to(values.device).unsqueeze(-1) * mask
         scale = self.num_microbatches * parallel_state.get_data_parallel_world_size()

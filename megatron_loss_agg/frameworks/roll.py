@@ -1,12 +1,12 @@
-"""ROLL's RLVR and agentic pipelines on Megatron: an actor that weighs every log-probability.
+"""ROLL's RLVR and agentic pipelines on Megatron: an actor that weights every log-probability.
 
-Stands on ``actor_train.worker_cls``, the path of a worker's class, and on its method `initialize`.
-With ``loss_agg_mode: seq-mean-token-sum`` each of ROLL's losses of an optimizer step is
+Relies on ``actor_train.worker_cls``, the path of a worker's class, and on its method `initialize`.
+With ``loss_agg_mode: seq-mean-token-sum``, each of ROLL's losses in an optimizer step is
 
     L = (1 / G) sum_s sum_t m_t l_t        G = global_valid_samples, over all data-parallel ranks
 
-so the gradient of each log-probability, and of each entropy, times ``c_s G`` is that of
-``sum_t m_t c_s l_t``. ROLL's metrics stay its own.
+so multiplying the gradient of each log-probability, and of each entropy, by ``c_s G`` gives the
+gradient of ``sum_t m_t c_s l_t``. Metrics remain ROLL's own.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ COLUMN = "loss_coefficients"
 
 
 class _AggregatingWorker:
-    """An actor's worker that weighs tokens as MEGATRON_LOSS_AGG_FLAGS says."""
+    """An actor's worker that weights tokens as MEGATRON_LOSS_AGG_FLAGS says."""
 
     batch_kind: ClassVar[str]
     """A key of `BATCHES`."""
     mask_keys: ClassVar[tuple[str, ...]] = ("response_mask",)
-    """The first that a batch has is the mask of the policy's loss and of KL."""
+    """The first of these keys in a batch is the mask of the policy loss and of KL."""
     row_weights: Tensor | None = None
-    """``c_s`` of the microbatch whose loss is computed."""
+    """``c_s`` of the microbatch whose loss is being computed."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> Any:
@@ -69,7 +69,7 @@ class _AggregatingWorker:
         return result
 
     def aggregate(self: Any, agg: LossAggregation) -> None:
-        """Let the strategy of this worker aggregate."""
+        """Make this worker's strategy aggregate."""
         check_settings(self.strategy, *REFUSED["roll, strategy"])
         check_settings(self.worker_config, *REFUSED["roll, worker"])
         check_settings(self.pipeline_config, *REFUSED["roll"])
@@ -84,7 +84,7 @@ class _AggregatingWorker:
     def train_aggregated(
         self: Any, agg: LossAggregation, train_step: Callable[..., Any], batch: Any, loss_func: Any
     ) -> Any:
-        """ROLL's training step of a mini-batch, with the coefficients of its rows as a column."""
+        """ROLL's training step for a mini-batch, with the coefficients of its rows as a column."""
         key = next(key for key in self.mask_keys if key in batch.batch)
         mask = batch.batch[key][:, 1:] if key == "response_mask" else batch.batch[key]
         plan = StepPlan.from_mask_sums(
@@ -108,7 +108,7 @@ class _AggregatingWorker:
     def weighed(
         self, operation: Callable[..., Tensor], key: str, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The operation's numbers [rows, tokens], with weighed gradients inside of the loss."""
+        """The operation's result [rows, tokens], with weighted gradients inside the loss."""
         output = operation(*args, **kwargs)
         if self.row_weights is None:
             return output
@@ -124,7 +124,7 @@ class AggregatedRLVRWorker(_AggregatingWorker, RLVRActorWorker):
     mask_keys = ("final_response_mask", "response_mask")
 
     def ids(self, batch: Any, units: frozenset[str]) -> dict[str, list[str]]:
-        """The prompts by their tokens: ROLL numbers samples, and drops the numbers of prompts."""
+        """Prompt ids from the prompts' tokens: ROLL numbers samples but drops prompt numbers."""
         if "prompt" not in units:
             return {}
         columns = batch.batch
@@ -132,7 +132,7 @@ class AggregatedRLVRWorker(_AggregatingWorker, RLVRActorWorker):
 
 
 class AggregatedAgenticWorker(_AggregatingWorker, AgenticActorWorker):
-    """The actor of the agentic pipeline: a group of trajectories is a prompt, and one a rollout."""
+    """The agentic pipeline's actor: a trajectory group is a prompt, a trajectory is a rollout."""
 
     batch_kind: ClassVar = "ROLL's agentic pipeline"
 

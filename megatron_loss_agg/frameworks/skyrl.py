@@ -1,19 +1,19 @@
-"""SkyRL: an entry point with a trainer that weighs the advantages of every sample.
+"""SkyRL: an entry point with a trainer that weights every sample's advantages.
 
-Stands on ``trainer.override_entrypoint``, on ``BasePPOExp.get_trainer``, and on three methods of
-`RayPPOTrainer` that `ExactLoss` overrides. SkyRL's policy loss of an optimizer step, a mini-batch
-of M loss tokens, is a plain sum over tokens. The trainer divides it by dividing advantages: under
-``loss_reduction=token_mean`` every advantage by M. The loss of a token is proportional to its
+Relies on ``trainer.override_entrypoint``, on ``BasePPOExp.get_trainer``, and on three methods of
+`RayPPOTrainer` that `ExactLoss` overrides. SkyRL's policy loss for an optimizer step, a mini-batch
+of M loss tokens, is a plain sum over tokens. The trainer divides it by dividing advantages: with
+``loss_reduction=token_mean``, every advantage by M. The loss of a token is proportional to its
 advantage, so with
 
-    A_t / M * (M * c_s)   in place of   A_t / M
+    A_t / M * (M * c_s)   instead of   A_t / M
 
-that sum is ``sum_t m_t * c_s * loss_t``. The KL and entropy losses have no advantages, and are
-means over micro-batches. Both are refused, unless SkyRL has ``reduce_kl_and_entropy``: then loss
-masks weigh their sums, and masks are scaled like advantages.
+that sum is ``sum_t m_t * c_s * loss_t``. The KL and entropy losses have no advantages and are means
+over micro-batches. Both are refused unless SkyRL has ``reduce_kl_and_entropy``: then their sums are
+weighted by loss masks, and the masks are scaled like advantages.
 
-For an entry point of one's own, put `ExactLoss` before the trainer among the bases of a class, have
-``get_trainer`` make that trainer, and see that the environment variable reaches its process.
+For your own entry point, put `ExactLoss` before the trainer in the bases of a class, have
+``get_trainer`` make that trainer, and make sure that the environment variable reaches its process.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ PROPORTIONAL = frozenset(
         "importance_sampling",
     }
 )
-"""SkyRL's policy losses that are proportional to the advantage, where its sign stays."""
+"""SkyRL's policy losses that are proportional to the advantage as long as its sign is kept."""
 
 Boundaries = list[tuple[int, int]]
-"""The first sample of each mini-batch, and its last plus one."""
+"""For each mini-batch, its first sample and its last plus one."""
 
 
 class ExactLoss:
-    """Goes before a trainer of SkyRL among the bases of a class; see the module."""
+    """Goes before a SkyRL trainer in the bases of a class; see the module."""
 
     proportional_losses = PROPORTIONAL
     """In a subclass, add your own policy loss if it is proportional to advantages."""
@@ -99,7 +99,7 @@ class ExactLoss:
     def postprocess_generator_output(
         self, generator_output: Any, uids: list[str], *args: Any, **kwargs: Any
     ) -> Any:
-        """SkyRL's output, with the loss masks from before its filter of prompts of equal rewards."""
+        """SkyRL's output, plus the loss masks from before it filters prompts with equal rewards."""
         masks = generator_output["loss_masks"]
         result = super().postprocess_generator_output(  # type: ignore[misc]
             generator_output, uids, *args, **kwargs
@@ -110,14 +110,14 @@ class ExactLoss:
         return result
 
     def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
-        """SkyRL's batch, with ids of its samples as columns: the training loop removes the uids."""
+        """SkyRL's batch, with sample ids as columns, since the training loop removes the uids."""
         data = super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
         if self.aggregation is None:
             return data
         batch_uids = data.metadata["uids"]
         prompt_numbers = {uid: i for i, uid in enumerate(dict.fromkeys(batch_uids))}
         data["prompt_ids"] = torch.tensor([prompt_numbers[uid] for uid in batch_uids])
-        # The steps of a trajectory follow one another.
+        # The steps of a trajectory are consecutive.
         is_last = data.metadata.get("is_last_step") or [True] * len(batch_uids)
         data["rollout_ids"] = torch.tensor([0, *is_last[:-1]]).cumsum(0)
         masks = generator_output["loss_masks"]
@@ -125,7 +125,7 @@ class ExactLoss:
         filtered = {uid for uid, x, y in zip(uids, before, masks, strict=True) if x != y}
         data["rejected"] = torch.tensor([uid in filtered for uid in batch_uids])
         removed = [sum(x) - sum(y) for x, y in zip(before, masks, strict=True)]
-        removed += [0] * (len(batch_uids) - len(masks))  # the samples that fill the batch
+        removed += [0] * (len(batch_uids) - len(masks))  # samples that pad the batch
         data["removed_tokens"] = torch.tensor(removed, dtype=torch.float64)
         return data
 
@@ -139,7 +139,7 @@ class ExactLoss:
         )
         if self.aggregation is None:
             return data
-        masks_are_weights = data["loss_mask"] is not masks  # under reduce_kl_and_entropy
+        masks_are_weights = data["loss_mask"] is not masks  # with reduce_kl_and_entropy
         ids = {name: data.pop(name) for name in ("prompt_ids", "rollout_ids")}
         rejected, removed = data.pop("rejected"), data.pop("removed_tokens")
         for start, end in mini_batch_boundaries:
@@ -168,7 +168,7 @@ def _factors(plan: StepPlan, masks: Tensor) -> Tensor:
 
 
 def _check_rejected(agg: LossAggregation, cfg: Any) -> None:
-    """Raise OptionError if rejected samples are asked for, and SkyRL's filter does not mark them."""
+    """Raise OptionError if rejected samples are asked for but SkyRL's filter does not mark them."""
     if not agg.rejected:
         return
     if not cfg.trainer.algorithm.zero_variance_filter:
@@ -179,7 +179,7 @@ def _check_rejected(agg: LossAggregation, cfg: Any) -> None:
 
 
 def _loss_settings(cfg: Any, proportional_losses: frozenset[str]) -> tuple[Setting, ...]:
-    """The settings under which weighted advantages weigh the whole loss."""
+    """The settings with which weighted advantages weight the whole loss."""
     policy_loss = Setting(
         "trainer.algorithm.policy_loss_type",
         f"proportional to the advantage, as in {', '.join(sorted(proportional_losses))}",
@@ -208,14 +208,14 @@ class Experiment(main_base.BasePPOExp):
 
 
 def run(cfg: Any) -> None:
-    """Train, in the process that SkyRL starts for it."""
+    """Train, in the process that SkyRL starts for training."""
     Experiment(cfg).run()
 
 
 def main() -> Any:
-    """Start SkyRL; its own entry point calls this function instead of starting.
+    """Start SkyRL; its own entry point calls this function instead.
 
-    Ray does not hand the environment of this process on, so the trainer's process gets the variable.
+    Ray does not pass this process's environment on, so the trainer's process gets the variable.
     """
     overrides = [x for x in sys.argv[1:] if not x.startswith("trainer.override_entrypoint=")]
     if read_aggregation("SkyRL") is None:

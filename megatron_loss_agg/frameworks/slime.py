@@ -1,16 +1,16 @@
 """slime: replaces the denominators that slime ships with its samples.
 
-Stands on ``--rollout-data-postprocess-path``: slime calls this function on every rank that trains,
+Relies on ``--rollout-data-postprocess-path``: slime calls this function on every rank that trains,
 with the rank's data for all optimizer steps of a rollout. Each loss and metric of a step is then
 
     sum over samples of (x * mask).sum() / max(denominator, 1), divided by the step's rollouts
 
-where the denominator of a sample is its entry of ``rollout_mask_sums``. The adapter sets
+where the denominator of a sample is its entry in ``rollout_mask_sums``. The adapter sets
 
     denominator = 1 / (c_s * rollouts)
 
-and divides the sample's mask by it where it is below 1, since slime never divides by less. miles
-has the same sum: see `miles`.
+and, if it is below 1, divides the sample's mask by it, since slime never divides by less than 1.
+miles has the same sum: see `miles`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATCH_HINT = "apply patches/slime/624b824.patch to slime"
 SHIPPED_KEYS = "rollout_mask_sums", "rollout_ids", "micro_batch_indices"
 
 with required_release("slime", "slime", OLDEST):
-    if find_spec("slime"):  # not where miles alone is installed
+    if find_spec("slime"):  # skip if only miles is installed
         importlib.import_module("slime.utils.dp_schedule")
 
 
@@ -49,7 +49,7 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
     """Replace the denominators in ``rollout_data``; do nothing without an aggregation.
 
     Raises:
-        HostError: slime is too old, or reduces a loss in another way by one of its settings.
+        HostError: slime is too old, or has a setting with which it reduces a loss differently.
         OptionError: the aggregation needs more than slime's samples have.
     """
     upgrade_hint = f"Use slime of {OLDEST} or later."
@@ -67,8 +67,8 @@ def replace_denominators(
 
     Args:
         framework: the package that trains: slime or miles.
-        upgrade_hint: a sentence for errors: the version that passes ``data``.
-        patch_hint: a clause for errors: how to make it ship prompts and removed samples.
+        upgrade_hint: a sentence for errors, with the version that passes ``data``.
+        patch_hint: a clause for errors, on how to make it ship prompts and removed samples.
     """
     batch_kind = "slime" if framework == "slime" else "miles with its patch"
     agg = read_aggregation(framework, batch_kind, on_all_ranks=True)
@@ -84,7 +84,7 @@ def replace_denominators(
     masks = data["loss_masks"]
     mask_sums = torch.stack([mask.sum() for mask in masks]).tolist()
     removed = _removed_samples(data, patch_hint) if agg.rejected else None
-    if removed:  # their masks are 0 by now
+    if removed:  # the masks of removed samples are 0 by now
         lengths = data["effective_response_lengths"]
         mask_sums = [lengths[i] if x else mask_sums[i] for i, x in enumerate(removed)]
     prompts, per_prompt = None, None
@@ -93,7 +93,7 @@ def replace_denominators(
         if prompts is None:
             prompts, per_prompt = _prompts_by_index(args, data, framework, patch_hint)
 
-    # slime wraps groups that it destroys for a while, and torch finds no backend for the wrapper.
+    # slime wraps groups to destroy them temporarily, and torch finds no backend for the wrapper.
     group = mpu.get_data_parallel_group()
     group = getattr(group, "group", group)
     denominators = torch.ones(len(masks), dtype=torch.float64)
@@ -126,7 +126,7 @@ def replace_denominators(
 
 
 def needs_prompts(agg: LossAggregation) -> bool:
-    """True where prompts group the samples, or a function of the user may ask for them."""
+    """True if prompts group the samples, or a user's function may ask for them."""
     return "prompt" in agg.units or agg.mode == "custom"
 
 
@@ -135,7 +135,7 @@ def _by_microbatch(values: list[Any], step: list[list[int]]) -> list[list[Any]]:
 
 
 def _check_critic(args: Namespace, framework: str, patch_hint: str) -> None:
-    """Raise in an actor whose critic is trained without `postprocess`, in other processes."""
+    """Raise in an actor if other processes train its critic without `postprocess`."""
     if not args.use_critic or args.loss_type == "value_loss":
         return
     actor = importlib.import_module(f"{framework}.backends.megatron_utils.actor")
@@ -157,7 +157,7 @@ def _removed_samples(data: dict[str, Any], patch_hint: str) -> list[bool]:
 def _prompts_by_index(
     args: Namespace, data: dict[str, Any], framework: str, patch_hint: str
 ) -> tuple[list[int], int]:
-    """Each sample's prompt, by the numbers of the framework's data source; samples per prompt."""
+    """Each sample's prompt, from the numbers of the framework's data source; samples per prompt."""
     source = args.data_source_path
     if not source.startswith(f"{framework}.rollout.data_source.") or "sample_indices" not in data:
         raise refused("slime, numbered samples", source, hint=patch_hint)
@@ -170,7 +170,7 @@ def _prompts_by_index(
 def _check_groups(
     plan: StepPlan, num_rollouts: int, per_prompt: int | None, patch_hint: str
 ) -> None:
-    """Raise on all ranks if the plan's groups are not those of the step."""
+    """Raise on all ranks if the plan and the step differ in their numbers of groups."""
     assert plan.samples is not None
     rollouts = len(plan.samples.groups("rollout").ids_G)
     if rollouts != num_rollouts:
@@ -184,7 +184,7 @@ def _check_groups(
 
 
 def _check_smallest(args: Namespace, denominators: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise on all ranks if a mask would change its sign, or its size where another loss uses it."""
+    """Raise on all ranks if a mask would change sign, or change size where another loss uses it."""
     smallest = denominators.min()
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     if smallest < 0:

@@ -1,17 +1,17 @@
-"""verl's Megatron engine: engines of `EngineRegistry` that verl prefers to its own by their vendor.
+"""verl's Megatron engine: engines in `EngineRegistry` that verl prefers to its own by their vendor.
 
-With ``loss_agg_mode=token-mean`` each of verl's losses is a sum over tokens, and Megatron averages
+With ``loss_agg_mode=token-mean``, each of verl's losses is a sum over tokens, and Megatron averages
 its gradient over data-parallel ranks:
 
     dp_size / batch_num_tokens * sum_t m_t * loss_t
 
 Here ``batch_num_tokens`` is 1, and `weigh` multiplies the gradient of the model's outputs by the
-coefficient ``c_s`` of their row. So the gradient is that of ``sum_t m_t * c_s * loss_t``, for every
+coefficient ``c_s`` of their row. So the gradient is that of ``sum_t m_t * c_s * loss_t`` for every
 loss in the sum: policy, KL, entropy, distillation, value. For the reported losses, verl's loss
-function is called once more, within `WeightedSums`.
+function is called a second time, within `WeightedSums`.
 
 `VERL_USE_EXTERNAL_MODULES` loads this module into every process that imports verl.
-``model.external_lib`` would not do: a critic with processes of its own does not import it.
+``model.external_lib`` would not do, since a critic with its own processes does not import it.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ actor_rollout_ref.actor.loss_agg_mode=token-mean"""
 """More arguments of ``python -m verl.trainer.main_ppo``; Ray hands the variables to all workers."""
 
 COEFFICIENTS = "loss_coefficients"
-"""The column of a batch with ``c_s`` of each row."""
+"""The column of a batch that holds ``c_s`` of each row."""
 PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
-"""The uids of rows that verl adds so that all ranks have equally many."""
+"""Matches the uids of rows that verl adds so that all ranks have the same number of rows."""
 OTHER_POLICY_LOSSES = {
     "sapo": "always is a mean over samples",
     "geo_mean": "has a mean of its own",
     "clip_cov": "draws tokens at random, so that the reported loss would be of others",
 }
-"""Policy losses that cannot be weighed, each with the reason."""
+"""Policy losses that cannot be weighted, each with the reason."""
 
 Metrics = dict[str, Any]
 LossFunction = Callable[..., tuple[Tensor, Metrics]]
 
 
 def aggregation() -> LossAggregation | None:
-    """The aggregation in the environment; by default rows of padding do not count.
+    """The aggregation in the environment; by default, padding rows do not count.
 
     Raises:
         OptionError: bad flags, or a mode that needs more than verl's rows have.
@@ -88,8 +88,8 @@ def aggregation() -> LossAggregation | None:
 def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
     """Count the mini-batch over the data-parallel ranks. A rollout is a session of a prompt.
 
-    Under dynamic context parallelism every rank has the whole mini-batch, and verl's group is the
-    rank alone: no sample is counted twice.
+    With dynamic context parallelism, every rank has the whole mini-batch and verl's group is just
+    that rank, so no sample is counted twice.
     """
     if "response_mask" not in data:
         raise refused("verl, SFT", "none, as in SFT")
@@ -116,7 +116,7 @@ def step_plan(agg: LossAggregation, data: Any, group: Any) -> StepPlan:
 
 
 def check_loss_config(loss_function: LossFunction) -> None:
-    """Raise HostError if a loss is no token mean by verl's configuration."""
+    """Raise HostError if, by verl's configuration, a loss is not a token mean."""
     config = getattr(loss_function, "keywords", {}).get("config")
     check_settings(config, *REFUSED["verl"])
     name = getattr(getattr(config, "policy_loss", None), "loss_mode", "vanilla")
@@ -127,12 +127,12 @@ def check_loss_config(loss_function: LossFunction) -> None:
 class WeightedSums(TorchFunctionMode):
     """Multiplies rows by weights wherever a matrix [rows, tokens] with a gradient is summed up.
 
-    Only for what is reported, and for `check_loss`; gradients take their weights from `weigh_rows`.
-    No registry of verl's reaches these sums: its losses take `agg_loss` by name from their module,
-    and get masks of booleans; the registered functions are of the policy alone, without KL, entropy,
-    value and distillation; and a call for each row would draw other tokens in ``kl_cov``.
+    Only for reports and for `check_loss`; gradients get their weights from `weigh_rows`. None of
+    verl's registries reaches these sums: its losses look up `agg_loss` by name in their module and
+    get boolean masks; only the policy's functions are registered, without KL, entropy, value and
+    distillation; and a separate call for each row would draw different tokens in ``kl_cov``.
 
-    A sum without a gradient is no loss, but a statistic, such as a mean of importance weights.
+    A sum without a gradient is not a loss but a statistic, such as a mean of importance weights.
     """
 
     def __init__(self, row_weights: Tensor) -> None:
@@ -157,7 +157,7 @@ def weighed_loss(
     """verl's loss of a microbatch with weights ``m_t * c_s``, times ``dp_size``; and its metrics.
 
     Args:
-        is_first: the first step, so the loss function is checked.
+        is_first: True in the first step, in which the loss function is checked.
     """
     c = data[COEFFICIENTS]
     call = partial(loss_function, data=data, dp_group=dp_group)
@@ -169,17 +169,18 @@ def weighed_loss(
     with WeightedSums(c):
         loss, weighted_metrics = call(model_output=model_output)
     metrics.update({name: x for name, x in weighted_metrics.items() if is_sum(x)})
-    # The value of one, with the gradient of the other.
+    # The value of one with the gradient of the other.
     return loss.detach() + (gradient_loss - gradient_loss.detach()), metrics
 
 
 def check_loss(call: Callable[..., Any], model_output: Any, data: Any) -> None:
     """Raise HostError if a part of the loss is not divided by the tokens, or not summed by rows.
 
-    The whole loss is 0 if it is divided by infinitely many tokens, and if all rows weigh 0.
+    The whole loss must be 0 if it is divided by infinitely many tokens, and if all rows have weight
+    0.
     """
     ones, advantages = torch.ones_like(data[COEFFICIENTS]), data.get("advantages")
-    if advantages is not None:  # advantages of a first step may all be 0, and so hide a part
+    if advantages is not None:  # in a first step they may all be 0, which would hide a part
         data["advantages"] = torch.ones_like(advantages)
     for num_tokens, row_weights in (math.inf, ones), (1, 0 * ones):
         tu.assign_non_tensor(data, batch_num_tokens=num_tokens)
@@ -202,7 +203,7 @@ def weigh_rows(x: Any, c: Tensor) -> Any:
 
 
 def is_sum(metric: Any) -> bool:
-    """True for a metric that verl adds up, as it does losses; it averages all others."""
+    """True for a metric that verl adds up, like losses; it averages all others."""
     return isinstance(metric, Metric) and metric.aggregation is AggregationType.SUM
 
 
@@ -246,10 +247,10 @@ class AggregatingEngine:
         return result
 
     def with_missing_tokens(self: Any, tokens: Tensor, data: Any) -> Tensor:
-        """This rank's token count; the first context-parallel rank adds the tokens in no count.
+        """This rank's token count; the first context-parallel rank adds the uncounted tokens.
 
         Megatron divides gradients by the sum of the counts, and verl multiplies the loss by the
-        number of tokens. verl rounds the share of each rank down, so the counts sum to less.
+        number of tokens. verl rounds each rank's share down, so the counts sum to less.
         """
         group = self.get_context_parallel_group()
         total = tokens.clone()
@@ -259,7 +260,7 @@ class AggregatingEngine:
 
 
 class RefusingEngine:
-    """Mixed into verl's other engines: they would train without the aggregation."""
+    """Mixed into verl's other engines, which would train without the aggregation."""
 
     def initialize(self: Any) -> None:
         if aggregation() and not self.engine_config.forward_only:
@@ -268,20 +269,20 @@ class RefusingEngine:
 
 
 def register() -> None:
-    """Register an engine beside each of verl's, for the vendor of this machine."""
+    """Register an engine for each of verl's, under the vendor of this machine."""
     vendor = os.getenv("VERL_ENGINE_VENDOR") or device.get_vendor()
     for kind, backends in EngineRegistry._engines.items():
         attributes = {"model_name": "critic" if kind == "value_model" else ""}
         for backend, engines in backends.items():
             mixin = AggregatingEngine if backend == "megatron" else RefusingEngine
-            # A copy, since the registry grows; keys that are no string are of other vendors.
+            # A copy, since the registry grows. Keys that are not strings are for other vendors.
             for name, engine in [(x, y) for x, y in engines.items() if isinstance(x, str)]:
                 mixed = type(engine.__name__, (mixin, engine), attributes)
                 EngineRegistry.register(kind, backend, name, vendor)(mixed)
 
 
 def refuse_flags() -> None:
-    """Raise an error now for flags that need more than verl's rows have, by a plan of one row."""
+    """Plan one row, to raise an error now for flags that need more than verl's rows have."""
     agg = aggregation()
     if agg is not None:
         StepPlan.from_mask_sums(agg, [1.0], prompt_ids=["0"], rollout_ids=["0"])

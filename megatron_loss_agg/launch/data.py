@@ -60,7 +60,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
 
 
 def _training_set(args: Any, number: int, folder: str) -> Any:
-    """Megatron's data set for its flags, with at least ``number`` rows; indices are in ``folder``."""
+    """Megatron's data set for its flags: ``number`` rows or more, with indices in ``folder``."""
     from megatron.core.datasets import gpt_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,

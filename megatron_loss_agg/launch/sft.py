@@ -32,7 +32,7 @@ WEIGHT_FLAG = "--loss-aggregation-sft-weight-field"
 TURNS_FLAG = "--loss-aggregation-sft-turns"
 TURN_FIELD_FLAG = "--loss-aggregation-sft-turn-field"
 _MASK_MARK = "is_masked_by_turns"
-"""Marks a batch with a loss mask by turns: a value by token, since hybrid context parallelism cuts it."""
+"""Marks a batch with a loss mask by turns. By token, since hybrid context parallelism cuts it."""
 
 
 def _weights(name: str, values: Sequence[Any]) -> Tensor:
@@ -137,7 +137,7 @@ class SFTOptions:
         return functools.partial(_read_pack, self)
 
     def read_item(self, item: Mapping[str, Any], dataset: Any, index: int) -> dict[str, Any]:
-        """``item`` number ``index`` of Megatron's ``SFTDataset``, with our columns and mask by turns.
+        """``item``, number ``index`` of Megatron's ``SFTDataset``, plus columns and mask by turns.
 
         Raises:
             HostError: this Megatron does not make packs.
@@ -197,8 +197,8 @@ class SFTOptions:
                     f"{where}. Choose --sft-tokenizer-prompt-format nemotron-nano-v2 or "
                     "nemotron-h-aligned, or remove the flag."
                 )
-            # Megatron-LM 0.16 ends a conversation with an extra token. It counts as part of the last
-            # message. So does padding, whose mask is 0.
+            # Megatron-LM 0.16 ends a conversation with an extra token. It counts as part of the
+            # last message. So does padding, whose mask is 0.
             turn_T = pad(turn_T, (0, end - start - len(turn_T)), value=len(messages) - 1)
             has_loss = self.turns.have_loss(messages, where)
             mask_T[start:end] = self.turns.mask(mask_T[start:end], turn_T, has_loss)

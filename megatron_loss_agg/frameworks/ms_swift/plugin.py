@@ -1,7 +1,7 @@
 """The file that ms-swift runs in every process that trains: see its package.
 
-Without the environment variable it compares the ranks and calls ms-swift's own functions; in workers
-of data loaders it does nothing.
+Without the environment variable it compares the ranks and calls ms-swift's own functions. In data
+loader workers it does nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ stock_max = base.reduce_max_stat_across_model_parallel_group
 IS_SET = bool(os.environ.get(VARIABLE))
 
 _trainer_options: dict[str, Any] = {}
-"""Options of the hook that depend on the trainer of this process."""
+"""Options of the hook that depend on this process's trainer."""
 
 
 def read_samples(batch: Any) -> Microbatch:
-    """The samples of the data collator's batch: whole on every rank, with labels not shifted."""
+    """The samples of the data collator's batch: whole on every rank, with unshifted labels."""
     labels = batch["labels"].roll(-1, -1)
     mask = labels != -100
     inputs = [labels, batch["input_ids"]]
@@ -46,7 +46,7 @@ def read_samples(batch: Any) -> Microbatch:
     positions = batch.get("text_position_ids", batch["position_ids"]).flatten()
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     real = torch.tensor([0, *batch["seq_lens"]]).cumsum(0)
-    padded = torch.tensor(starts[: len(real)])  # further starts are of padding
+    padded = torch.tensor(starts[: len(real)])  # any further starts are padding's
     return Microbatch(mask, real, cu_seqlens_padded=padded, model_inputs=inputs)
 
 
@@ -56,7 +56,7 @@ def read_pairs(batch: Any) -> Microbatch:
 
 
 def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
-    """The trainer's forward step with the losses of tokens, in place of its loss function."""
+    """The trainer's forward step, with losses of tokens instead of the trainer's loss function."""
     output, stock = stock_step(data_iterator, model)
 
     def compute(losses: Tensor) -> tuple[Tensor, Any]:
@@ -66,15 +66,15 @@ def sample_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -
         if trainer.args.enable_dft_loss:
             losses = losses * torch.exp(-losses.detach())
         if (scale := stock.keywords["loss_scale"]) is not None:
-            losses = losses * scale  # a factor of the loss, and not of the mask
+            losses = losses * scale  # a factor of the loss, not of the mask
         return losses, report
 
-    # Earlier pipeline stages have no labels, and no use for the mask.
+    # Earlier pipeline stages have no labels and no use for the mask.
     return output, TokenLoss(compute, stock.keywords["labels"] != -100)
 
 
 def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> Any:
-    """The trainer's forward step with the losses of pairs, in place of its loss function."""
+    """The trainer's forward step, with losses of pairs instead of the trainer's loss function."""
     output, stock = stock_step(data_iterator, model)
 
     def log_probs(losses: Tensor) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> 
     def compute(answers: dict[str, Tensor], lengths: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
             report = stock(output)[-1]
-        # The chosen and the rejected answers of each.
+        # Split each into the chosen and the rejected answers.
         policy, reference = answers["policy"].chunk(2), answers["reference"].chunk(2)
         return trainer.dummy_dpo_trainer.dpo_loss(*policy, *reference)[0], report
 
@@ -103,8 +103,8 @@ def prepare_model(trainer: Any) -> Any:
     """Choose how batches and losses are read, before the model is built.
 
     Raises:
-        HostError: the trainer's loss is no sum over tokens, nor a mean over pairs.
-        OptionError: some ranks aggregate, and others do not; or a mode by ids.
+        HostError: the trainer's loss is neither a sum over tokens nor a mean over pairs.
+        OptionError: some ranks aggregate and others do not, or a mode needs ids.
     """
     if not same_on_all_ranks(lambda: IS_SET):
         print_inactive("ms-swift")
@@ -125,7 +125,7 @@ def prepare_model(trainer: Any) -> Any:
 
 
 def make_hook(args: Any, in_training_loop: bool) -> LossHook | None:
-    """The hook of the flags; by default it aggregates evaluations, and has ms-swift's split."""
+    """The hook from the flags; by default it aggregates evaluations and uses ms-swift's split."""
     for name, value in {"evaluation": "same", "split": _trainer_options["split"]}.items():
         vars(args).setdefault(f"loss_aggregation_{name}", value)
     return hook_from_args(args, in_training_loop, _trainer_options["read_batch"])
@@ -136,5 +136,5 @@ if get_worker_info() is None:
 if IS_SET and get_worker_info() is None:
     install(make_hook=make_hook)
     BaseMegatronTrainer._log_callback = log
-    # The optimizer's norm is None where it skips an empty step.
+    # The gradient norm is None if the optimizer skips an empty step.
     base.reduce_max_stat_across_model_parallel_group = lambda stat: stock_max(stat or 0.0)
