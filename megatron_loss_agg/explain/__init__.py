@@ -1,7 +1,7 @@
 """``python -m megatron_loss_agg explain``: the weight of each sample of a step.
 
-Samples come from lists, from a file, or from the data of a run; they are weighed by every mode, or
-with ``--data`` by stock Megatron. The answer is a text; of a step also a JSON object, and a picture.
+Samples come from lists, from a file, or from a run's data. They are weighted by every mode, or with
+``--data`` by stock Megatron. The answer is a text; for a step also a JSON object, and a picture.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from megatron_loss_agg.turns import TURNS, Turns
 __all__ = ["main"]
 
 Read = Callable[[Sequence[str], int], Iterator[Microbatch]]
-"""(Megatron's flags, number) -> the first rows or packs of the run's training data."""
+"""Maps Megatron's flags and a number to that many rows or packs of the run's training data."""
 
 
 def main(argv: Sequence[str], read: Read) -> int:
     """Print the answer, save the picture, and return the exit code.
 
     Args:
-        read: the training data of a run, for ``--data``.
+        read: reads a run's training data, for ``--data``.
 
     Raises:
         AggregationError: bad input.
     """
     args, run_flags = _parse(argv)
-    with contextlib.redirect_stdout(sys.stderr):  # what Megatron and tokenizers print
+    with contextlib.redirect_stdout(sys.stderr):  # output of Megatron and of tokenizers
         is_step = args.data is None
         answer = _explain_step(args) if is_step else _explain_run(args, run_flags, read)
     print(answer)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], read: Read) -> int:
 
 
 def _explain_step(args: argparse.Namespace) -> str:
-    """Weigh the samples of one step under each mode, and draw the picture."""
+    """Weight the samples of one step by each mode, and draw the picture."""
     samples = read_samples(_lines(args), are_weighted=args.sample_weights is not None)
     modes = args.modes or ALL_MODES
     shares, left_out = shares_by_mode(
@@ -91,7 +91,7 @@ def _explain_step(args: argparse.Namespace) -> str:
 
 
 def _explain_run(args: argparse.Namespace, run_flags: Sequence[str], read: Read) -> str:
-    """Weigh the tokens of a run's data as stock Megatron does."""
+    """Weight the tokens of a run's data as stock Megatron does."""
     if not run_flags:
         raise OptionError(
             "explain --data must have the run's own flags after --, got none. Add them: at least "
@@ -135,7 +135,7 @@ def _with_note(args: argparse.Namespace, text: str) -> str:
 
 
 def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[Line]:
-    """The lines of the source that was named; ``seq_length`` makes rows of chats."""
+    """The lines of the source that was named; with ``seq_length``, chats become rows."""
     if args.lengths is not None:
         lists = {name: getattr(args, name) for name in LISTS}
         return iter(lines_of_lists(args.lengths, {k: x for k, x in lists.items() if x is not None}))
@@ -148,7 +148,7 @@ def _lines(args: argparse.Namespace, seq_length: int | None = None) -> Iterator[
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the run's flags behind ``--``.
+    """The options, and the run's flags after ``--``.
 
     Raises:
         OptionError: unknown options, no source of samples or several, or options without effect.
@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         "run's own data.",
         allow_abbrev=False,
     )
-    # Words of a list have commas or spaces between.
+    # The words of a list are separated by commas or spaces.
     sources = parser.add_argument_group("where samples come from")
     sources.add_argument(
         "--lengths", metavar="N", nargs="+", help="loss tokens of each sample of a step"

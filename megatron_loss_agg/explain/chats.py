@@ -1,4 +1,4 @@
-"""Loss masks of chats, by the chat template of a tokenizer of Hugging Face's transformers."""
+"""Loss masks of chats, by the chat template of a Hugging Face transformers tokenizer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def lines_of_chats(
     turns: Turns = ALL_TURNS,
     weight_field: str | None = None,
 ) -> Iterator[Line]:
-    """The lines of a file of chats, each with a "loss_mask" in place of its "messages".
+    """The lines of a file of chats, each with a "loss_mask" instead of its "messages".
 
     Args:
         seq_length: cut or pad the masks to this length; None leaves them as they are.
         turns: the turns of the assistant that carry loss.
-        weight_field: the field that holds the "weight" of a line.
+        weight_field: the field that holds a line's "weight".
 
     Raises:
         OptionError: the file, a line or the tokenizer cannot be read.
@@ -80,7 +80,7 @@ def _load(name: str) -> Any:
 
 
 def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
-    """The turn of the answer that the next token belongs to, from 1, or 0; of all tokens but the last.
+    """For each token but the last: the answer turn (from 1) that the next token belongs to, or 0.
 
     Raises:
         OptionError: the template cannot write the messages.
@@ -104,7 +104,7 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
             f"{type(error).__name__}: {error} in {where}. Correct the line, or change --tokenizer."
         ) from error
     if 0 in answers:
-        # Templates cannot write the prompt of such an answer, which may hold a system message of theirs.
+        # Templates cannot write such an answer's prompt, which may contain a system message of theirs.
         raise DataError(
             "a chat must have a message before the first of the assistant, to show where the loss "
             f"begins, got none in {where}. Put a system message first, or write the masks yourself, "
@@ -113,7 +113,7 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
     turn_T = [0] * len(whole)
     for k in answers:
         before, after = tokens_before[k], tokens_to_end[k]
-        # A template that drops the thoughts of earlier turns has no one mask for the whole chat.
+        # A template that drops the thoughts of earlier turns has no single mask for the whole chat.
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise DataError(
                 "the chat template must render a turn the same whatever follows it, got other "

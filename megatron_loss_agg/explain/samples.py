@@ -1,6 +1,6 @@
 """Reads the samples of a step, and the rows of a run, from lists and from files.
 
-Every source is first a series of lines: the place of each, which errors name, and its JSON value.
+Every source first becomes a series of lines, each with its place, for errors, and its JSON value.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Line = tuple[str, Any]
 """A place, such as ``step.jsonl:3``, and the value there."""
 COLUMNS = (*BY_ID, "microbatch", "rank", "weight")
 LISTS = {**{f"{unit}s": unit for unit in BY_ID}, "microbatches": "microbatch"}
-"""Options of the command line, and the columns that they fill."""
+"""Command-line options and the columns that they fill."""
 _WIDEST = 16
-"""Characters of a value in a table."""
+"""Maximum width of a value in a table, in characters."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Sample:
 
 
 def lines_of_lists(lengths: Sequence[str], lists: Mapping[str, Sequence[str]]) -> list[Line]:
-    """A line for each sample of lists of words, such as 10, 1000, 40 and 0, 0, 1.
+    """A line for each sample from lists of words, such as 10, 1000, 40 and 0, 0, 1.
 
     Args:
         lists: by the names in `LISTS`.
 
     Raises:
-        OptionError: a length is no number, or the lists differ in length.
+        OptionError: a length is not a number, or the lists differ in length.
     """
     try:
         columns: dict[str, list[Any]] = {"length": [*map(float, lengths)]}
@@ -103,10 +103,10 @@ def read_samples(lines: Iterable[Line], are_weighted: bool = False) -> list[Samp
     ignored.
 
     Args:
-        are_weighted: whether each line must have a ``"weight"``, which is ignored otherwise.
+        are_weighted: True if each line must have a ``"weight"``; otherwise weights are ignored.
 
     Raises:
-        OptionError: there is no line, or one is not a sample.
+        OptionError: there are no lines, or one is not a sample.
         DataError: only some lines have a prompt, rollout, data set, microbatch or rank; or a bad
             weight.
     """
@@ -135,10 +135,10 @@ def read_samples(lines: Iterable[Line], are_weighted: bool = False) -> list[Samp
 def read_rows(lines: Iterable[Line], is_split: bool) -> Iterator[Microbatch]:
     """A row of a batch for each line: a number of loss tokens, or an object as in `read_samples`.
 
-    Beside "loss_mask", "cu_seqlens" may hold the offsets of the samples of a pack.
+    In addition to "loss_mask", "cu_seqlens" may hold the offsets of a pack's samples.
 
     Args:
-        is_split: whether context parallelism splits the rows. Then they must have masks.
+        is_split: True if context parallelism splits the rows, which must then have masks.
 
     Raises:
         OptionError: a line is not a row.
@@ -169,7 +169,7 @@ def read_rows(lines: Iterable[Line], is_split: bool) -> Iterator[Microbatch]:
 
 
 def shortened(value: Any) -> str:
-    """A JSON value as a text that fits into a table."""
+    """A JSON value as text that fits into a table."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 

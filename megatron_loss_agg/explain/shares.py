@@ -50,7 +50,7 @@ class Shares:
 
     @property
     def relative_to_token_mean(self) -> Tensor:
-        """fp64 [samples]: weight of a token, over its weight ``1 / M`` under `token_mean`."""
+        """fp64 [samples]: a token's weight, divided by its weight ``1 / M`` under `token_mean`."""
         return self.per_token * self.tokens.sum()
 
 
@@ -62,10 +62,10 @@ def shares_by_mode(
     levels: Sequence[str] | None = None,
     sample_weights: str | None = None,
 ) -> tuple[dict[str, Shares], dict[str, str]]:
-    """The shares under every mode or preset in ``modes`` for which the input suffices.
+    """The shares under every mode or preset in ``modes`` that the input suffices for.
 
     Returns:
-        the shares by mode, and for each mode left out, the reason.
+        the shares by mode, and the reason for each mode that was left out.
 
     Raises:
         AggregationError: an unknown mode, a bad divisor, or all modes were left out.
@@ -106,18 +106,18 @@ def _aggregation(
     levels: Sequence[str] | None,
     sample_weights: str | None,
 ) -> LossAggregation:
-    """The mode or preset ``name``, with the divisor and the levels if it takes them."""
+    """The mode or preset ``name``, with the divisor and levels if it takes them."""
     options: dict[str, Any] = {"divisor": divisor if takes_divisor(name) else None}
     options["sample_weights"] = sample_weights
     if name == "nested_mean":
         options["levels"] = levels
-    # A preset has its own choice where --empty is absent.
+    # A preset makes its own choice if --empty is absent.
     options["empty"] = empty if is_preset(name) else empty or "count"
     return aggregation_named(name, **options)
 
 
 def _missing_input(agg: LossAggregation, sample: Sample) -> str | None:
-    """The input that the mode needs and the samples lack, in words; None if they have it all."""
+    """The input that the mode needs but the samples lack, in words; None if they have it all."""
     if unknown := sorted({*agg.by_id} - {*BY_ID}):
         return f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
     for option, unit in LISTS.items():
@@ -127,7 +127,7 @@ def _missing_input(agg: LossAggregation, sample: Sample) -> str | None:
 
 
 def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
-    """The shares by one plan over the microbatches of all ranks."""
+    """The shares from one plan over the microbatches of all ranks."""
     by_microbatch: dict[str, list[int]] = {}
     for s, sample in enumerate(samples):
         by_microbatch.setdefault(json.dumps([sample.rank, sample.microbatch]), []).append(s)

@@ -1,4 +1,4 @@
-"""Tables in text, and the picture."""
+"""Text tables, and the picture."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_loss_agg.explain.samples import COLUMNS, Sample, shortened
 from megatron_loss_agg.explain.shares import Shares
 
 _MOST_ROWS = 20
-"""Samples that get a row each in a table."""
+"""Most samples for which a table has one row each."""
 _MARKERS = "osD^v<>pPX*"
 
 
 def tables(
     samples: Sequence[Sample], shares: Mapping[str, Shares], left_out: Mapping[str, str]
 ) -> str:
-    """Two tables, of shares and of weights; and the formulas."""
+    """Two tables, of shares and of weights, and the formulas."""
     keys, members = rows_and_members(torch.tensor([sample.tokens for sample in samples]).double())
     are_few = len(members) == len(samples)
     if are_few:
@@ -58,8 +58,8 @@ def tables(
 def rows_and_members(tokens_S: Tensor) -> tuple[dict[str, list[str]], list[Tensor]]:
     """The first columns of a table, and the samples of each row: bool [samples].
 
-    A row is a sample; or of many samples a quarter, by length, of those with tokens. Samples of
-    equal length are in one quarter, so that there may be fewer than four.
+    A row is one sample. If there are many, a row is a quarter, by length, of the samples with
+    tokens. Samples of equal length are in the same quarter, so there may be fewer than four.
     """
     if len(tokens_S) <= _MOST_ROWS:
         members = [*torch.eye(len(tokens_S), dtype=torch.bool)]
@@ -74,7 +74,7 @@ def rows_and_members(tokens_S: Tensor) -> tuple[dict[str, list[str]], list[Tenso
 
 
 def span(x: Tensor, form: str = ".2f") -> str:
-    """The least and the largest value in words; one where both look the same."""
+    """The smallest and largest value in words; just one if both look the same."""
     if not x.numel():
         return "-"
     return " to ".join(dict.fromkeys(format(float(end), form) for end in x.aminmax()))
@@ -83,8 +83,8 @@ def span(x: Tensor, form: str = ".2f") -> str:
 def aligned(columns: Mapping[str, Sequence[str]], num_keys: int) -> str:
     """Columns under their names, flush right.
 
-    Columns for which the terminal has no room come in further blocks, behind the first
-    ``num_keys`` again.
+    Columns that do not fit the terminal's width come in further blocks, which repeat the first
+    ``num_keys`` columns.
     """
     cells = []
     for name, column in columns.items():
@@ -104,7 +104,7 @@ def aligned(columns: Mapping[str, Sequence[str]], num_keys: int) -> str:
 
 
 def draw(path: str, curves: Mapping[str, Shares]) -> None:
-    """Save a picture of weights and shares over the samples' lengths, in the suffix's format.
+    """Save a picture of weights and shares over sample lengths, in the format of the suffix.
 
     Raises:
         OptionError: matplotlib is not installed, no sample has tokens, or ``path`` cannot be
@@ -141,7 +141,7 @@ def draw(path: str, curves: Mapping[str, Shares]) -> None:
 
 
 def _draw_panel(axes: Any, heights: Mapping[str, Tensor], tokens_S: Tensor) -> None:
-    """Draw the heights of every curve over the lengths of the samples with tokens."""
+    """Draw every curve's heights over the lengths of the samples with tokens."""
     has_tokens_S = tokens_S > 0
     for (name, height_S), marker in zip(heights.items(), cycle(_MARKERS), strict=False):
         axes.loglog(
@@ -149,7 +149,7 @@ def _draw_panel(axes: Any, heights: Mapping[str, Tensor], tokens_S: Tensor) -> N
             height_S[has_tokens_S].tolist(),
             marker=marker,
             linestyle="none",
-            fillstyle="none",  # so that a point shows through another
+            fillstyle="none",  # so that overlapping points remain visible
             label=name,
         )
     axes.set_xlabel("loss tokens of the sample")

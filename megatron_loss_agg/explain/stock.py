@@ -1,7 +1,7 @@
-"""``explain --data``: stock Megatron's weights of the tokens of a run's own data.
+"""``explain --data``: stock Megatron's weights for the tokens of a run's own data.
 
-Stock Megatron divides a token's loss by the loss tokens of its part: its microbatch, or under
-context parallelism the tokens of it that one rank has. So its weights depend on the run's flags.
+Stock Megatron divides a token's loss by the loss tokens of its part: its microbatch or, with
+context parallelism, one rank's tokens of the microbatch. So its weights depend on the run's flags.
 
 Suffixes: ``_S`` samples; ``_C`` cells, see `Cells`; ``_P`` parts of microbatches; ``_N`` steps;
 ``_T`` tokens of a row.
@@ -32,7 +32,7 @@ _POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises an `OptionError` for a bad value of a run's flag, since their usage is Megatron's."""
+    """Raises `OptionError` for a bad value of a run's flag, without argparse's usage text."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(f"{message}. Correct this flag after --.")
@@ -40,10 +40,10 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class BatchFlags:
-    """Megatron's flags of these names, which decide what tokens are averaged together.
+    """Megatron's flags of these names, which decide which tokens are averaged together.
 
-    The number of data-parallel ranks does not: ranks get consecutive rows, so that each microbatch
-    has the same rows.
+    The number of data-parallel ranks has no influence: ranks get consecutive rows, so each
+    microbatch has the same rows.
     """
 
     micro_batch_size: int
@@ -56,7 +56,7 @@ class BatchFlags:
 
     @classmethod
     def parse(cls, flags: Sequence[str]) -> BatchFlags:
-        """Read them from Megatron's ``flags``; others are ignored."""
+        """Read the flags from Megatron's ``flags``, ignoring others."""
         parser = _Parser(add_help=False, allow_abbrev=False)
         parser.add_argument("--micro-batch-size", type=int, default=0)
         parser.add_argument("--global-batch-size", type=int, default=0)
@@ -87,7 +87,7 @@ class BatchFlags:
 
     @cached_property
     def schedule(self) -> list[tuple[int, int]]:
-        """(rows that were read before, rows of a step from then on), as Megatron parses its flags.
+        """Pairs (rows read so far, rows of a step from then on), as Megatron parses its flags.
 
         Raises:
             OptionError: the schedule cannot be read.
@@ -109,7 +109,7 @@ class BatchFlags:
         return schedule
 
     def step_sizes(self, num_rows: int) -> list[int]:
-        """The rows of each whole step of the first ``num_rows``."""
+        """The number of rows in each whole step of the first ``num_rows`` rows."""
         sizes: list[int] = []
         read = 0
         while True:
@@ -121,17 +121,18 @@ class BatchFlags:
 
 
 def _number(text: str) -> int:
-    """Of a schedule of Megatron's, such as ``250B``."""
+    """The value of a number in Megatron's schedule, such as ``250B``."""
     digits = text.upper().rstrip("".join(_POWERS))
     return int(float(digits) * _POWERS.get(text.upper()[len(digits) :], 1))
 
 
 def divides_by_whole_microbatch() -> bool:
-    """Whether the Megatron found here divides a loss by the tokens of all context-parallel ranks.
+    """True if the Megatron found here divides a loss by the tokens of all context-parallel ranks.
 
-    No release to 0.19 does: a rank divides by its own, which is finding 9 of Megatron-LM's issue 7452.
-    Looked up in the source, since Megatron's import takes seconds, and fails on some login nodes: the
-    function that divides, or one that it calls there, then calls a reduction. Without Megatron: False.
+    No release up to 0.19 does: a rank divides by its own tokens, finding 9 in Megatron-LM's issue
+    7452. This looks for a reduction in the source, in the function that divides and in those that
+    it calls there, since importing Megatron takes seconds and fails on some login nodes. Without
+    Megatron: False.
     """
     spec = find_spec("megatron")
     folders = (spec and spec.submodule_search_locations) or []
@@ -147,7 +148,7 @@ def divides_by_whole_microbatch() -> bool:
 
 
 def _calls(function: ast.FunctionDef) -> Iterator[str]:
-    """The names of the functions that it calls, without their modules."""
+    """The names of the functions that ``function`` calls, without their modules."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func).rpartition(".")[2]
@@ -157,8 +158,8 @@ def _calls(function: ast.FunctionDef) -> Iterator[str]:
 class Cells:
     """Loss tokens of whole steps, by cells.
 
-    The tokens of a cell belong to one sample, and lie on one context-parallel rank. So stock Megatron
-    gives all of them one weight.
+    The tokens of a cell belong to one sample and are on one context-parallel rank, so stock
+    Megatron gives them all the same weight.
     """
 
     tokens_C: Tensor
@@ -174,11 +175,11 @@ class Cells:
 
     @classmethod
     def read(cls, rows: Iterable[Microbatch], flags: BatchFlags) -> Cells:
-        """Count the tokens of one row or pack each, without those after the last whole step.
+        """Count the tokens of each row or pack, without those after the last whole step.
 
         Raises:
             AggregationError: fewer rows than a step has, no loss tokens, bad masks or offsets, or a
-                row that so many ranks cannot split.
+                row that cannot be split over so many ranks.
         """
         row_cells = [_count(row, flags.context_parallel_size) for row in rows]
         sizes = flags.step_sizes(len(row_cells))
@@ -235,24 +236,24 @@ def _count(row: Microbatch, cp_size: int) -> tuple[Tensor, Tensor, Tensor, int]:
     rank_T = torch.zeros_like(sample_T)
     if cp_size > 1:
         split_T = CPLayout.thd(starts, cp_size, 0).rank_of_position
-        rank_T[: len(split_T)] = split_T  # behind the last sample masks are 0, and any rank will do
+        rank_T[: len(split_T)] = split_T  # after the last sample masks are 0, so any rank will do
     tokens = torch.bincount(sample_T * cp_size + rank_T, mask_T)
     cell_C = tokens.nonzero().view(-1)
     return tokens[cell_C], cell_C // cp_size, cell_C % cp_size, row.num_samples
 
 
 class StockRun(NamedTuple):
-    """Stock Megatron's weights of the tokens of a run."""
+    """Stock Megatron's weights for the tokens of a run."""
 
     flags: BatchFlags
     weight_C: Tensor
-    """Of a token, as a multiple of token_mean's: fp64 [cells]."""
+    """Weight of a token, as a multiple of its weight in token_mean: fp64 [cells]."""
     sum_N: Tensor
     """The sum of all weights, ``sum_t w_t``, of each step with loss tokens, fp64."""
     empty_fraction: float
-    """The fraction of parts without a loss token, of steps that have one."""
+    """The fraction of parts without loss tokens, in steps that have any."""
     parts_N: Tensor
-    """int64: parts of each step: its microbatches, each on each of its context-parallel ranks."""
+    """int64: the number of parts in each step: its microbatches times context-parallel ranks."""
 
     @property
     def formula(self) -> str:
@@ -263,13 +264,14 @@ class StockRun(NamedTuple):
 
     @classmethod
     def weigh(cls, flags: BatchFlags, cells: Cells) -> StockRun:
-        """Weigh each token as stock Megatron does.
+        """Weight each token as stock Megatron does.
 
             (m_t / (parts * max(M_part, 1))) / (m_t / M_all)
 
         Its ``loss_func`` counts the tokens ``M_part`` of a part of a microbatch as an integer, and
-        its ``forward_step_calc_loss`` divides by it; or per token, all of them by the step's sum.
-        Megatron-Core 0.14 takes no maximum: there the loss of a part without a token is NaN.
+        its ``forward_step_calc_loss`` divides by it. With ``calculate_per_token_loss``, all tokens
+        are divided by the step's sum. Megatron-Core 0.14 does not take the maximum: there the loss
+        of a part without tokens is NaN.
         """
         size, steps = flags.context_parallel_size, len(cells.rows_N)
         parts_N = cells.rows_N // flags.micro_batch_size * size
@@ -303,7 +305,7 @@ WHOLE_MICROBATCHES = (
 
 def in_words(cells: Cells, run: StockRun) -> str:
     """The weights, and their sum in a step, in words and as a table."""
-    # The mask of a turn that counts once sums to 1 in fp32's precision.
+    # The mask of a turn that counts once sums to 1 only to fp32's precision.
     tokens_S = cells.tokens_S.round(decimals=4)
     keys, members = rows_and_members(tokens_S)
     weights = [span(run.weight_C[is_in_S[cells.sample_C]]) for is_in_S in members]
@@ -334,7 +336,7 @@ def in_words(cells: Cells, run: StockRun) -> str:
 
 
 def _moved_percent(cells: Cells, run: StockRun) -> float:
-    """The part of the weight on other tokens than in token_mean, in percent."""
+    """The percentage of the weight that is on other tokens than in token_mean."""
     weight_C = run.weight_C * cells.tokens_C
     fraction_C = weight_C / torch.bincount(cells.step_C, weight_C)[cells.step_C]
     difference_C = fraction_C - cells.tokens_C / cells.tokens_N[cells.step_C]

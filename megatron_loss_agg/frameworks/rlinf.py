@@ -7,7 +7,7 @@ the step's samples replace the mean with
 
     num_microbatches * dp_size * sum_s c_s sum_t m_t l_t
 
-in the loss and in the same terms of RLinf's metrics, which are averaged over microbatches and ranks.
+in the loss and in the same terms of RLinf's metrics, averaged over both microbatches and ranks.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ HOW_TO_READ = (
 )
 
 MODEL_INPUTS = ("labels", "tokens", "input_ids")
-"""Keys of integers by token that the model is called with; not positions, which all samples share."""
+"""Keys of integers by token that the model is called with, without positions (all share them)."""
 
 _TOKEN_IDS = ("input_ids", "position_ids")
 """Batch keys that end in "_ids" but have an element for each token, not for each sample."""
