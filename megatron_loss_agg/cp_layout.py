@@ -1,8 +1,8 @@
-"""The tokens that a context-parallel rank holds, to shard tensors and to unshard them.
+"""The tokens that a context-parallel rank holds, to shard and unshard tensors.
 
 Causal attention costs more for late tokens, so a sequence is cut into ``2 * cp`` chunks and rank
-``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` ("zigzag"): of the whole sequence in Megatron's
-bshd layout, of every packed sequence in Transformer Engine's thd layout.
+``r`` holds chunks ``r`` and ``2 * cp - 1 - r`` ("zigzag"). Megatron's bshd layout does this to the
+whole sequence, Transformer Engine's thd layout to every packed sequence.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CPLayout:
 
         Args:
             cu_seqlens_padded: integer offsets [sequences + 1]; every length must be a multiple of
-                ``2 * cp_size``, unless one rank holds it all.
+                ``2 * cp_size``, unless a single rank holds everything.
 
         Raises:
             DataError: the offsets do not start at 0 or decrease, a length is not such a
@@ -106,7 +106,7 @@ class CPLayout:
         """This rank's part of ``x``, whose axis ``dim`` is the whole sequence (or pack).
 
         Raises:
-            DataError: the length of ``x`` there is not ``total_len``.
+            DataError: the length of that axis is not ``total_len``.
         """
         _check_length(x, dim, self.total_len)
         return x.index_select(dim, moved(self.index, x.device))
@@ -122,8 +122,8 @@ class CPLayout:
         Args:
             local: this rank's part; without ``group``, the list of all parts in rank order.
             group: the context-parallel group, any process group of ``cp_size`` ranks; every rank
-                must call. In the backward pass, which every rank must run, too, a part gets the sum
-                of its gradients over all ranks' results.
+                must call, and must also run the backward pass. There, a part gets the sum of its
+                gradients over all ranks' results.
 
         Raises:
             DataError: the parts are not as long as the whole axis; a list with ``group``, or a
@@ -155,7 +155,7 @@ class CPLayout:
 
 
 class _AllGather(torch.autograd.Function):
-    """[ranks, ...] from each rank's part [...]; backward: its part of all ranks' gradients' sum."""
+    """[ranks, ...] from each rank's part [...]; backward: its part of the sum of all gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
