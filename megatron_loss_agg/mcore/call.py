@@ -33,13 +33,13 @@ class ProcessGroups:
     cp: dist.ProcessGroup
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
-    is_last_stage: bool  # whether this rank is on the pipeline stage that computes the loss
+    is_last_stage: bool  # True if this rank is on the pipeline stage that computes the loss
     dp_cp: dist.ProcessGroup | None = None  # None without dynamic context parallelism
     is_end_counted: bool = False  # each model replica counts alone, see `stream`
 
     @classmethod
     def of(cls, pg_collection: Any = None, is_dynamic: bool = False) -> ProcessGroups:
-        """Those of ``pg_collection`` if the schedule got one, else Megatron's global ones.
+        """The groups in ``pg_collection`` if the schedule got one, else Megatron's global groups.
 
         Args:
             is_dynamic: each microbatch has its own context-parallel ranks.
@@ -69,7 +69,7 @@ class ProcessGroups:
 
     @functools.cached_property
     def reads_data(self) -> bool:
-        """Whether this rank reads the step's batches, for its tensor-parallel group."""
+        """True if this rank reads the step's batches for its tensor-parallel group."""
         return self.is_last_stage and dist.get_rank(self.tp) == 0
 
     @property
@@ -81,15 +81,15 @@ class ProcessGroups:
 
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
-        """Along these, in order, an error of one rank of the last stage reaches all ranks.
+        """Through these, in order, an error on one rank of the last stage reaches all ranks.
 
-        First those of its stage, then the other stages, then the other replicas.
+        It reaches the ranks of its stage first, then the other stages, then the other replicas.
         """
         return [self.tp, self.cp, self.pp, self.dp]
 
     @property
     def counting_groups(self) -> list[dist.ProcessGroup]:
-        """Those of `all_groups` along which an error reaches the ranks that count together."""
+        """The part of `all_groups` through which an error reaches the ranks that count together."""
         return self.all_groups[:-1] if self.count_group is None else self.all_groups
 
     @functools.cached_property
@@ -99,11 +99,11 @@ class ProcessGroups:
 
     @property
     def split_group(self) -> dist.ProcessGroup:
-        """The ranks over which microbatches are split."""
+        """The ranks that microbatches are split over."""
         return self.cp if self.dp_cp is None else self.dp_cp
 
     def cp_rank_in(self, shape: MicrobatchShape) -> CPRank:
-        """This rank among those of a microbatch of this shape."""
+        """This rank among the ranks that share a microbatch of this shape."""
         if self.dp_cp is None:
             return CPRank(self.cp_size, self.cp_rank)
         size = shape.local_cp_size or 1
@@ -127,22 +127,22 @@ class ProcessGroups:
 class Call:
     """One call of Megatron's schedule under a `LossHook`."""
 
-    arguments: Mapping[str, Any]  # the schedule's, by name, with its defaults
+    arguments: Mapping[str, Any]  # the schedule's, by name, including defaults
     terms: Mapping[str, Term]  # the hook's when the call began
     split: str  # how the script splits tokens over context-parallel ranks, see `split.SPLITS`
     groups: ProcessGroups
     scale: MegatronScale
     config: Any  # the model's configuration
-    chunks: tuple[Any, ...]  # this rank's model chunks, in their order
+    chunks: tuple[Any, ...]  # this rank's model chunks, in order
     first_index: int = 0  # index in the step of the call's first microbatch
-    ends_step: bool = True  # whether this is the step's last call
+    ends_step: bool = True  # True if this is the step's last call
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], terms: Mapping[str, Term], split: str) -> Call:
         """The call with the schedule's ``arguments``.
 
         Raises:
-            HostError: one is missing, or there is no microbatch.
+            HostError: an argument is missing, or there is no microbatch.
         """
         from megatron.core.utils import get_model_config
 
@@ -175,10 +175,10 @@ class Call:
 
     @functools.cached_property
     def draws_samples(self) -> bool:
-        """Whether the schedule draws the whole step as one item of samples.
+        """True if the schedule draws the whole step as one item of samples.
 
         Megatron's hybrid context parallelism does. In newer releases its flag is an alias of the
-        dynamic kind, where the schedule draws microbatches.
+        dynamic kind, in which the schedule draws microbatches.
         """
         is_hybrid = getattr(self.config, "hybrid_context_parallel", False)
         return bool(is_hybrid) and not getattr(self.config, "dynamic_context_parallel", False)
@@ -200,19 +200,19 @@ class Call:
 
     @property
     def begins_step(self) -> bool:
-        """Whether this is the step's first call."""
+        """True if this is the step's first call."""
         return self.first_index == 0
 
     @functools.cached_property
     def data_iterator(self) -> Any:
-        """The iterator of the last chunk, where the loss is computed; None on ranks without data."""
+        """The last chunk's iterator, since it computes the loss; None on ranks without data."""
         iterators = self.arguments["data_iterator"]
         return iterators[-1] if isinstance(iterators, list) else iterators
 
     def arguments_with(
         self, forward_step: Callable[..., Any], data_iterator: Any
     ) -> dict[str, Any]:
-        """The schedule's arguments, with this forward step, and this iterator for the last chunk."""
+        """The schedule's arguments with this forward step, and this iterator for the last chunk."""
         iterators = self.arguments["data_iterator"]
         if isinstance(iterators, list):
             data_iterator = [*iterators[:-1], data_iterator]
@@ -224,22 +224,22 @@ class Call:
 def without_reduction(chunks: Iterable[Any], config: Any) -> Iterator[None]:
     """Keep a schedule from reducing and scaling the gradients of ``chunks``.
 
-    Gradients that were reduced already would be reduced again with those of the step's next call.
+    Gradients already reduced would be reduced again together with those of the step's next call.
     """
     with contextlib.ExitStack() as stack:
-        # The schedule enters ``no_sync_func`` until its last microbatch; this is entered for all.
+        # The schedule leaves ``no_sync_func`` at its last microbatch; this stays entered for all.
         for chunk in chunks:
             if hasattr(chunk, "no_sync"):
                 stack.enter_context(chunk.no_sync())
         for name in ("no_sync_func", "grad_sync_func"):
             stack.enter_context(replaced(config, name, None))
-        # Not None, with which the schedule leaves out deferred gradients of the output layer, too.
+        # Not None: the schedule would then also leave out deferred gradients of the output layer.
         stack.enter_context(replaced(config, "finalize_model_grads_func", _do_nothing))
         yield
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of Megatron's finalization of gradients."""
+    """Replaces Megatron's finalization of gradients."""
 
 
 def innermost(model: Any) -> Any:
@@ -250,18 +250,18 @@ def innermost(model: Any) -> Any:
 
 
 def _dynamic_cp_group(size: int) -> dist.ProcessGroup:
-    """Megatron's process group of ``size`` ranks, with this one, that share a microbatch."""
+    """Megatron's process group of ``size`` ranks, including this one, that share a microbatch."""
     from megatron.core import parallel_state
 
     name = "get_dynamic_data_context_parallel_groups"
-    groups = getattr(parallel_state, name, None)  # in releases with the dynamic kind
+    groups = getattr(parallel_state, name, None)  # exists in releases with the dynamic kind
     groups = groups or parallel_state.get_hybrid_data_context_parallel_groups
     group: dist.ProcessGroup = groups(group_size=size)
     return group
 
 
 def _data_parallel_group(with_cp: bool) -> dist.ProcessGroup:
-    """The data-parallel group, of Gloo if Megatron has one: it gathers counts without the GPU."""
+    """The data-parallel group; a Gloo one, if Megatron has it, to gather counts without the GPU."""
     from megatron.core import parallel_state
 
     name = "_DATA_PARALLEL_GROUP_WITH_CP_GLOO" if with_cp else "_DATA_PARALLEL_GROUP_GLOO"
@@ -270,7 +270,7 @@ def _data_parallel_group(with_cp: bool) -> dist.ProcessGroup:
 
 
 def _is_dynamic(config: Any) -> bool:
-    """Whether each microbatch has its own context-parallel ranks."""
+    """True if each microbatch has its own context-parallel ranks."""
     names = ("hybrid_context_parallel", "dynamic_context_parallel")
     return any(getattr(config, name, False) for name in names)
 
@@ -282,25 +282,25 @@ def model_chunks(model: Any) -> tuple[Any, ...]:
 
 def default_arguments(schedule: Callable[..., Any]) -> dict[str, Any]:
     """The default values of the arguments of ``schedule``."""
-    # A signature includes what a `functools.partial` has bound.
+    # A signature includes the arguments that a `functools.partial` has bound.
     parameters = inspect.signature(schedule).parameters.values()
     return {x.name: x.default for x in parameters if x.default is not x.empty}
 
 
 ORIGINAL = "megatron_original"
-"""Attribute of a wrapper of a function of Megatron's: (the wrapper, Megatron's function)."""
+"""Attribute of a wrapper of a Megatron function: (the wrapper, Megatron's function)."""
 
 
 def original(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's own function, if ``schedule`` is a wrapper with the attribute `ORIGINAL`."""
     wrapper, function = getattr(schedule, ORIGINAL, (None, schedule))
-    # Compared, since `functools.wraps` copies the attribute to wrappers of this one.
+    # Compare, since `functools.wraps` copies the attribute to wrappers of this wrapper.
     return function if wrapper is schedule else schedule
 
 
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object of Megatron's inside the context, and restore it after."""
+    """Set an attribute of a Megatron object inside the context, and restore it afterwards."""
     is_on_instance, before = name in vars(holder), getattr(holder, name)
     setattr(holder, name, value)
     try:
@@ -308,5 +308,5 @@ def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
     finally:
         if is_on_instance:
             setattr(holder, name, before)
-        else:  # the attribute is its class's
+        else:  # the attribute belongs to its class
             delattr(holder, name)
