@@ -16,9 +16,9 @@ class Extension:
     It may also change Megatron's configuration while a call runs, and raise.
 
     Attributes:
-        counts_at_end: True if it also works in a step that is counted at its end, where plans are those
-            of one part of the step on this rank, and no other rank takes part in them.
-        scaled_losses: losses that Megatron adds by itself (``"moe"``, ``"mtp"``, ``"dsa"``), and that
+        counts_at_end: True if it also works in a step that is counted at its end. Plans are then
+            for one part of the step on this rank, and no other rank takes part in them.
+        scaled_losses: losses that Megatron itself adds (``"moe"``, ``"mtp"``, ``"dsa"``) and that
             this extension scales over the whole step.
     """
 
@@ -29,10 +29,10 @@ class Extension:
     def around(self, call: Call, plans: Mapping[str, StepPlan] | None) -> Iterator[None]:
         """Entered after the step is counted, left after Megatron's schedule.
 
-        On every rank, for every call of the schedule that the hook aggregates. A step is one call or
-        several: ``call.begins_step`` is True in the first, ``call.ends_step`` in the last. In
-        `LossHook.stream`, every call begins a step and none ends it. May communicate, since all ranks
-        enter.
+        This happens on every rank, for every call of the schedule that the hook aggregates. A step
+        is one call or several: ``call.begins_step`` is True in the first, ``call.ends_step`` in the
+        last. In `LossHook.stream`, every call begins a step and none ends it. May communicate,
+        since all ranks enter.
 
         Args:
             plans: by term; None on pipeline stages without a loss, and with ``count="end"``. They hold
