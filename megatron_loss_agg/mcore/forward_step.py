@@ -1,4 +1,4 @@
-"""The results of a script's forward step: losses of tokens or samples, not reduced yet."""
+"""The results of a script's forward step: losses of tokens or samples, not yet reduced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TermLosses:
     mask: Tensor  # without gradient, at least fp32, in the same order as the losses
     is_whole: bool = False  # every context-parallel rank has the losses of all tokens, or samples
     sequence_mask_sum: Tensor | None = None  # this rank's part of each sequence's mask sum
-    read_mask: Tensor | None = None  # that of the batch, where the loss has decided another one
+    read_mask: Tensor | None = None  # the batch's mask, if the loss has decided another one
     rejected: Tensor | None = None  # bool [samples], decided by the loss
 
 
@@ -43,7 +43,7 @@ class ScriptLosses:
     further_reports: Sequence[tuple[Report, Sequence[str]]]  # of losses and weights, of these terms
     is_gathered: bool = False  # some losses depend on the order in which tokens are gathered
     stock_loss: Any = None  # the loss that a stock loss function returned
-    has_token_count: bool = False  # beside the stock loss, which is then a sum, not a mean
+    has_token_count: bool = False  # with the stock loss, which is then a sum, not a mean
     has_decided_masks: bool = False  # see `token_loss.MaskedLosses`
 
 
@@ -66,11 +66,11 @@ def script_losses(
 ) -> ScriptLosses:
     """The losses of microbatch ``i``, from the model's ``output``.
 
-    A stock loss function, one that reduces losses as Megatron's does, is called for its checks (NaN,
+    A stock loss function (one that reduces losses like Megatron's) is called for its checks (NaN,
     spikes) and its report; its loss is not used. The model's output is then the per-token loss.
 
     Raises:
-        HostError, DataError: a loss function, or results of one, that cannot be used.
+        HostError, DataError: the loss function or its results cannot be used.
     """
     if isinstance(loss_function, Mapping):
         parts = []
@@ -135,7 +135,7 @@ def _stock_losses(
 
 
 def merged_reports(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Both together; DataError for a name in both."""
+    """Both reports merged; DataError for a name in both."""
     if shared := sorted(one.keys() & other.keys()):
         raise DataError(
             f"reports must have different names, got two of {shared}: of the script, an aggregated "
@@ -145,7 +145,7 @@ def merged_reports(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
 
 
 def check_one_loss_per_token(losses: Any, mask: Any, of: str) -> None:
-    """Raise DataError unless both have as many elements, in one order."""
+    """Raise DataError unless both have the same number of elements, in the same order."""
     if is_plain(losses) and isinstance(mask, Tensor) and same_order(losses.shape, mask.shape):
         return
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else described(mask)
@@ -188,8 +188,8 @@ def function_key(loss_function: Any) -> object:
     """The code of a loss function: a key that is equal for equal functions.
 
     Scripts make a new function, or `functools.partial`, for every microbatch. Decorated functions
-    share the code of their decorator, so that of the function inside counts. Objects have no code of
-    their own, and are a key each.
+    share their decorator's code, so the code of the function inside is used. Objects have no code
+    of their own, so each is its own key.
     """
     while isinstance(loss_function, functools.partial):
         loss_function = loss_function.func
@@ -250,5 +250,5 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 def _version(x: Any) -> int | None:
-    """The number of writes to a tensor; None for inference tensors, where torch counts none."""
+    """The number of writes to a tensor; None for inference tensors, which torch does not count."""
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
