@@ -26,8 +26,8 @@ OFFSET_KEYS = (
     "cu_seqlens_unpadded",
     "cu_seqlens_argmin",
 )
-"""Real offsets before padded ones. The last two keys are those of Megatron-Bridge before 0.6; they are
-refused, since its ``cu_seqlens`` then has another meaning."""
+"""Real offsets before padded ones. The last two keys are from Megatron-Bridge before 0.6; they are
+refused, since its ``cu_seqlens`` had another meaning then."""
 
 
 def pack_offsets(
@@ -51,7 +51,7 @@ def pack_offsets(
     real, padded = rows[0], rows[-1]
     is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
     if is_dummy:
-        return {"cu_seqlens": real[0, :1]}  # no sample: all of it is padding
+        return {"cu_seqlens": real[0, :1]}  # no samples: all is padding
     num_fillers = _numbers_of_fillers(batch, padded, sample_counts)
     joined = [_joined_packs(k, x, num_fillers, mask) for k, x in zip(offsets, rows, strict=True)]
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
@@ -62,8 +62,8 @@ def _numbers_of_fillers(
 ) -> list[int]:
     """The number of filler offsets at the end of each pack.
 
-    A repeated last real offset is an empty sample or filler. Filler alone repeats the last padded
-    offset, too.
+    A repeated last real offset is an empty sample or filler. Only filler also repeats the last
+    padded offset.
     """
     if _are_all_samples(padded, sample_counts):
         return [0]
@@ -80,7 +80,7 @@ def _numbers_of_fillers(
 
 
 def _are_all_samples(rows: Tensor, sample_counts: Collection[int]) -> bool:
-    """Whether the batch has ids for as many samples as one pack has offsets."""
+    """True if there is one pack and the batch has an id for each sample in its offsets."""
     return len(rows) == 1 and rows.shape[1] - 1 in sample_counts
 
 
