@@ -1,10 +1,10 @@
-"""The split of tokens over context-parallel ranks; weights, sums and gathers under a split.
+"""The split of tokens over context-parallel ranks, with weights, sums and gathers under a split.
 
 ============ ==============================================================================
 split        a rank holds
 ============ ==============================================================================
 zigzag       two chunks of every sequence: of each row, or of each sequence of a pack
-zigzag_pack  two chunks of the whole pack: a sequence may be on some of the ranks alone
+zigzag_pack  two chunks of the whole pack: a sequence may be on only some of the ranks
 contiguous   one chunk of each row, or of the whole pack
 ============ ==============================================================================
 """
@@ -42,7 +42,7 @@ def rank_layout(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int) 
         return CPLayout.contiguous(length, cp_size, cp_rank)
     if shape.starts is None or split == "zigzag_pack":
         return CPLayout.bshd(length, cp_size, cp_rank)
-    # Padding after the last sample is split like a sequence of its own.
+    # Padding after the last sample is split like a separate sequence.
     offsets = torch.cat([shape.starts, shape.starts.new_tensor([length])])
     return CPLayout.thd(offsets, cp_size, cp_rank)
 
@@ -76,14 +76,14 @@ class RankSamples(NamedTuple):
     cp: CPRank
     starts: Tensor | None  # where each begins, on the CPU; None: rows
     lengths: Tensor  # in a pack, see `padded_lengths`; empty for rows
-    coefficient_S: Tensor  # for a pack with one more, for the padding
+    coefficient_S: Tensor  # for a pack with one extra, for the padding
 
 
 class TermSamples:
     """The samples of a step on this rank, for one term.
 
-    The first loss moves those of all microbatches to its device together, so that later ones need no
-    copy from the host. That is safe since Megatron computes all losses of a step on one stream.
+    The first loss moves the samples of all microbatches to its device together, so later losses need
+    no copy from the host. That is safe since Megatron computes all losses of a step on one stream.
     """
 
     def __init__(self, call: Call, plan: StepPlan) -> None:
@@ -117,7 +117,7 @@ class TermSamples:
         shape = self._plan.shapes[i]
         cp, num_tokens = self._call.groups.cp_rank_in(shape), math.prod(shape.mask)
         if is_whole:
-            # Each of the ranks has all losses, and adds its share to the sum over them.
+            # Every rank has all losses, and adds its share to the sum over ranks.
             coefficient_S, starts = coefficient_S / cp.size, shape.starts
         else:
             starts = local_starts(shape, self._call.split, cp.size, cp.rank)
@@ -130,7 +130,7 @@ class TermSamples:
 
 
 def _moved_together(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """The vectors ``parts`` on ``device``, by one copy."""
+    """The vectors ``parts`` on ``device``, with a single copy."""
     return moved(torch.cat([*parts]), device).split([len(x) for x in parts])
 
 
@@ -147,9 +147,9 @@ def weights_on_rank(samples: RankSamples, term: TermLosses) -> Tensor:
 
 
 def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
-    """The values of all tokens of a microbatch, in the shape of its mask, from those of this rank.
+    """The values of all tokens of a microbatch, in the shape of its mask, from this rank's values.
 
-    In the backward pass a value gets the sum of its gradients on all context-parallel ranks.
+    In the backward pass, a value gets the sum of its gradients on all context-parallel ranks.
     """
     cp = call.groups.cp_rank_in(shape)
     expected = local_shape(shape, cp.size)
@@ -204,7 +204,7 @@ def sums_of_samples(x_T: Tensor, shape: MicrobatchShape, starts: Tensor | None) 
 
 
 def check_has_one_group(groups: ProcessGroups) -> None:
-    """Raise HostError where each microbatch has its own context-parallel ranks."""
+    """Raise HostError if each microbatch has its own context-parallel ranks."""
     if groups.dp_cp is not None:
         raise HostError(
             "a SampleLoss of tokens on several ranks needs the same context-parallel ranks for all "
@@ -214,7 +214,7 @@ def check_has_one_group(groups: ProcessGroups) -> None:
 
 
 def is_by_token(shape: MicrobatchShape) -> bool:
-    """Whether a mask has an element for each token, not for each sample (`Microbatch.of_samples`)."""
+    """True if a mask has an element per token, not per sample (`Microbatch.of_samples`)."""
     return shape.starts is not None or shape.mask[-1] != 1
 
 
@@ -224,7 +224,7 @@ def local_shape(shape: MicrobatchShape, cp_size: int) -> tuple[int, ...]:
 
 
 def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whole: bool) -> None:
-    """Raise DataError unless ``mask`` has the planned number of tokens, in their order."""
+    """Raise DataError unless ``mask`` has the planned number of tokens in the planned order."""
     expected = shape.mask if is_whole else local_shape(shape, cp_size)
     if same_order(mask.shape, expected):
         return
@@ -244,7 +244,7 @@ def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whol
 
 
 def same_order(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether tensors of these shapes have the same number of elements in one order; one may be flat."""
+    """True if these shapes have the same number of elements in the same order; one may be flat."""
     if one == other:
         return True
     long_axes = [[n for n in shape if n != 1] for shape in (one, other)]
