@@ -30,7 +30,7 @@ def moved(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> 
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a dense tensor of real numbers."""
+    """True if ``x`` is a dense tensor of real numbers."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_complex()
 
 
@@ -44,7 +44,7 @@ def described(x: object) -> str:
 def check_tensors(
     error: type[AggregationError], kind: Literal["real", "floating-point"], /, **inputs: Tensor
 ) -> None:
-    """Raise ``error`` unless all inputs are dense tensors of this kind and of one shape."""
+    """Raise ``error`` unless all inputs are dense tensors of this kind and of the same shape."""
     (first_name, first), *_ = inputs.items()
     for name, x in inputs.items():
         if not is_plain(x) or (kind == "floating-point" and not x.is_floating_point()):
