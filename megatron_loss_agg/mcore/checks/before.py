@@ -1,4 +1,4 @@
-"""Settings of Megatron under which a loss is not exact, and settings that differ between ranks."""
+"""Megatron settings with which a loss is not exact, and settings that differ between ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFUSED = {
     "gtp_weight_remat_size": _FURTHER_DATA,
     "expert_gtp_weight_remat_size": _FURTHER_DATA,
 }
-"""Refused if on, or more than 1, for these reasons."""
+"""Settings refused if on, or more than 1, for these reasons."""
 _OTHER_SCHEDULES = (
     "hybrid_context_parallel",
     "dynamic_context_parallel",
@@ -30,11 +30,11 @@ _OTHER_SCHEDULES = (
 
 
 def check_settings(settings: Any, wrapper_settings: Any) -> None:
-    """Raise HostError for the first setting under which a loss is not exact.
+    """Raise HostError for the first setting with which a loss is not exact.
 
     Args:
-        settings: Megatron's parsed flags, or a model's configuration; absent ones are off.
-        wrapper_settings: those of its data-parallel wrapper; Megatron's flags have both.
+        settings: Megatron's parsed flags, or a model's configuration; absent settings are off.
+        wrapper_settings: settings of its data-parallel wrapper; Megatron's flags include both.
     """
     for name, reason in _REFUSED.items():
         value = getattr(settings, name, None) or 0  # True, or a number of ranks
@@ -48,10 +48,10 @@ def check_settings(settings: Any, wrapper_settings: Any) -> None:
 
 
 def added_losses(config: Any) -> dict[str, str]:
-    """The losses that Megatron adds to that of the loss function, and scales by itself.
+    """The losses that Megatron itself adds to the loss function's, and scales.
 
     Returns:
-        by name (``"moe"``, ``"mtp"``, ``"dsa"``): the loss in words, with its flags.
+        by name (``"moe"``, ``"mtp"``, ``"dsa"``), the loss in words, with its flags.
     """
     losses = {}
     if getattr(config, "num_moe_experts", None) and (
@@ -90,10 +90,10 @@ def has_indexer_loss(settings: Any) -> bool:
 
 
 def check_logits_are_split(call: Call) -> None:
-    """Raise HostError if a model that computes its loss gathers its logits before.
+    """Raise HostError if a model that computes its loss gathers its logits first.
 
-    Megatron's cross entropy adds up exponentials over tensor-parallel ranks. With gathered logits
-    each rank has all of them, so that they count several times.
+    Megatron's cross entropy adds up exponentials over tensor-parallel ranks. With gathered logits,
+    each rank has all of them, so they count several times.
     """
     ranks = dist.get_world_size(call.groups.tp)
     gathers = any(getattr(x, "parallel_output", True) is False for x in call.chunks[-1].modules())
@@ -109,8 +109,8 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
     """Raise OptionError, on all ranks of the model, unless they have the same settings."""
     texts = tuple(f"{name}={value}" for name, value in settings.items())
     ranks_by_texts = {texts: [dist.get_rank()]}
-    # Along one axis after the other: each rank passes on what it has from the axes before, so that
-    # in the end it has the settings of all ranks, without a process group of all.
+    # One axis after another: each rank passes on the settings from the previous axes, so in the end
+    # it has the settings of all ranks, without a process group of all ranks.
     for axis in ("tp", "cp", "dp", "pp"):
         part: Callable[[], Any] = functools.partial(dict, ranks_by_texts)
         gathered = gather_objects(part, getattr(call.groups, axis), "comparing settings")
@@ -132,10 +132,10 @@ def check_same_on_all_ranks(call: Call, settings: Mapping[str, object]) -> None:
 
 
 def check_schedule(call: Call, flag: str) -> None:
-    """Raise HostError under a schedule with which the losses of ``flag`` are not right.
+    """Raise HostError for a schedule with which the losses of ``flag`` are not right.
 
-    Its extension observes the model's forward pass, so the schedule must call that, with the same
-    context-parallel ranks for all microbatches.
+    The flag's extension observes the model's forward pass, so the schedule must call that, with the
+    same context-parallel ranks for all microbatches.
     """
     on = [name for name in _OTHER_SCHEDULES if getattr(call.config, name, False)]
     if on:
@@ -169,7 +169,7 @@ def _check_optimizer_instances(settings: Any, wrapper_settings: Any) -> None:
 
 
 def has_transformer_engine_loss(settings: Any) -> bool:
-    """Whether the flags select Transformer Engine's cross entropy.
+    """True if the flags select Transformer Engine's cross entropy.
 
     Megatron raises an error if that is not installed.
     """
@@ -196,7 +196,7 @@ def _check_indexer_loss(settings: Any) -> None:
         return
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    # The schedules of releases without this field leave the loss as it is in every microbatch.
+    # In releases without this field, schedules do not scale the loss of any microbatch.
     if not hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func"):
         reason = (
             "Megatron-Core before 0.19 does not average the indexer's loss over microbatches, so its "
@@ -206,8 +206,8 @@ def _check_indexer_loss(settings: Any) -> None:
 
 
 def _check_cuda_graphs(settings: Any) -> None:
-    # A graph of the whole iteration is a value of cuda_graph_impl from 0.18 on. Before, it was a
-    # scope, which later releases still take until they validate their flags.
+    # From 0.18 on, a graph of the whole iteration is a value of cuda_graph_impl. Before, it was a
+    # scope, which later releases still accept until they validate their flags.
     has_graphs = (getattr(settings, "cuda_graph_impl", None) or "none") != "none"
     if not has_graphs and not getattr(settings, "enable_cuda_graph", False):
         return
