@@ -1,9 +1,10 @@
 """Measures Megatron's scaling of a loss with a tiny model, and compares it with `scale`.
 
-Measured, since the scaling has changed between releases, and depends on the model's wrapper. The tiny
-model has one parameter; and a second one if the run's model has experts, since their gradients are
-reduced over another process group. It goes through Megatron's schedule, data-parallel wrapper and
-gradient finalization. Every rank's gradient is different, so that a missing reduction shows.
+The scaling is measured since it has changed between releases and depends on the model's wrapper.
+The tiny model has one parameter, and a second one if the run's model has experts, since their
+gradients are reduced over another process group. It goes through Megatron's schedule, data-parallel
+wrapper and gradient finalization. Every rank's gradient is different, so that a missing reduction
+shows.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients
 _Groups = tuple[dist.ProcessGroup, ...]
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
-"""Classes of megatron.core.distributed. Tests compare the measurement of each with a training step."""
+"""Classes in megatron.core.distributed. Tests compare their measurements with training steps."""
 
 _TOLERANCE = 1e-4
 """Relative tolerance of the measured factor; gradients are in fp32."""
 _TOKENS = 2
-"""Per microbatch and rank: with 1, a lone microbatch hides a missing division."""
+"""Tokens per microbatch and rank. With 1, a lone microbatch would hide a missing division."""
 _PER_RANK = 128
-"""Parameter elements per rank: the shard alignment of the distributed optimizer."""
+"""Parameter elements per rank: the distributed optimizer's shard alignment."""
 _TRUST = "LossHook(trust_unmeasured=True) (--loss-aggregation-unmeasured trust)"
 
 _TURNED_OFF = {
@@ -56,10 +57,10 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
     """Measure Megatron's scaling of a training call. All ranks must call; if one raises, all do.
 
     Returns:
-        gradients as a multiple of the planned ones; None if they were not measured.
+        the gradients as a multiple of the planned ones; None if they were not measured.
 
     Raises:
-        HostError: they differ from the planned ones, or cannot be measured.
+        HostError: the gradients differ from the planned ones, or cannot be measured.
     """
     wrap = model_wrapper(call)
     if wrap is None:
@@ -72,7 +73,7 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
             f"{_TRUST}."
         )
     measured = measured_factor(call, wrap)
-    if abs(measured - 1) <= _TOLERANCE:  # NaN is not
+    if abs(measured - 1) <= _TOLERANCE:  # False for NaN
         return measured
     finalize: Any = call.config.finalize_model_grads_func
     if finalize is None and trust_unmeasured:
@@ -93,7 +94,7 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
 def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
     """Megatron's gradients as a multiple of the planned ones: the multiple that is farthest from 1.
 
-    All ranks must call. The result is the same on all of them, and NaN if one gradient is.
+    All ranks must call. The result is the same on all ranks, and NaN if any gradient is.
     """
     reduced_over = _reduced_over(call)
     factor = torch.ones(1, dtype=torch.float64)
@@ -108,20 +109,20 @@ def measured_factor(call: Call, wrap: Callable[..., Any]) -> float:
 
 
 def _farthest(factors: Tensor) -> Tensor:
-    """[1]: the one that is farthest from 1."""
+    """[1]: the factor that is farthest from 1."""
     return factors[(factors - 1).abs().nan_to_num(math.inf).argmax()].view(1)
 
 
 def _gradients(
     call: Call, wrap: Callable[..., Any], reduced_over: Sequence[_Groups]
 ) -> list[Tensor]:
-    """The gradients of the tiny model after a step: of each, the elements that this rank has reduced."""
+    """The tiny model's gradients after a step: of each, the elements that this rank has reduced."""
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
     config, number = _simplified(call.config), call.scale.num_microbatches
-    numbers = all_gather(torch.tensor([number]), call.groups.dp)  # different on each, perhaps
+    numbers = all_gather(torch.tensor([number]), call.groups.dp)  # may differ between ranks
     total_tokens = _TOKENS * int(numbers.sum()) * call.groups.cp_size
-    # In a step that is counted at its end, the loss is divided by a sum of denominators there.
+    # A step that is counted at its end divides its loss by a sum of denominators at its end.
     denominator, total_denominator = torch.zeros((), dtype=torch.float64), 1.0
     if call.groups.is_end_counted:
         ranks, rank = dist.get_world_size(call.groups.dp), dist.get_rank(call.groups.dp)
@@ -166,11 +167,11 @@ def _gradients(
 
 def _reduced(model: Any) -> list[Tensor]:
     gradients = []
-    if hasattr(model, "expert_parallel_buffers"):  # Megatron's DDP: a buffer for each kind
+    if hasattr(model, "expert_parallel_buffers"):  # Megatron's DDP has a buffer for each kind
         for buffer in (model.buffers[0], *model.expert_parallel_buffers):
             group = buffer.data_parallel_group
             shards = buffer.grad_data.view(dist.get_world_size(group), -1)
-            # This rank's shard is reduced by an all-reduce as by a reduce-scatter; it ends in padding.
+            # An all-reduce and a reduce-scatter both reduce this rank's shard; it ends in padding.
             gradients.append(shards[dist.get_rank(group)][:_PER_RANK])
         return gradients
     for parameter in model.parameters():
@@ -185,8 +186,8 @@ def _reduced_over(call: Call) -> list[_Groups]:
     """The process groups that reduce gradients: of dense parameters and, if any, of experts."""
     from megatron.core import parallel_state
 
-    # Megatron marks experts by ``allreduce``. Its FSDP replaces parameters, and keeps these marks on
-    # the originals.
+    # Megatron marks experts with ``allreduce``. Its FSDP replaces parameters and keeps these marks
+    # on the originals.
     parameters = (x for chunk in call.chunks for x in chunk.parameters())
     marked = (getattr(x, "orig_param", x) for x in parameters)
     if all(getattr(x, "allreduce", True) for x in marked):
@@ -201,11 +202,11 @@ def _data_groups(call: Call) -> _Groups:
 
 
 def model_wrapper(call: Call) -> Callable[[Any, Any], Any] | None:
-    """(configuration, tiny model) -> the tiny model, wrapped as the run's is; None if unknown."""
+    """(configuration, tiny model) -> the tiny model, wrapped like the run's; None if unknown."""
     from megatron.core import distributed
 
     chunk, groups = call.chunks[-1], call.pg_collection
-    # From 0.20 on, FullyShardedDataParallel makes one of two classes; V1 is that of older releases.
+    # From 0.20 on, FullyShardedDataParallel makes one of two classes; older releases have only V1.
     bases = (x for x in type(chunk).__mro__ if x.__module__.startswith(distributed.__name__))
     names = (base.__name__.removesuffix("V1") for base in bases)
     name = next((name for name in names if name in WRAPPERS), None)
@@ -223,7 +224,7 @@ def model_wrapper(call: Call) -> Callable[[Any, Any], Any] | None:
 
     def wrap(config: Any, model: Any) -> Any:
         units = getattr(chunk, "fsdp_unit_modules", None)
-        if units:  # Megatron FSDP needs one in the model
+        if units:  # Megatron FSDP needs the model to contain one
             options["fsdp_unit_modules"] = [type(model)]
         return type(chunk)(config, settings, model, **options)
 
@@ -231,7 +232,7 @@ def model_wrapper(call: Call) -> Callable[[Any, Any], Any] | None:
 
 
 def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -> Any:
-    """A model with a dense parameter, then an expert's; ``gradients`` are those that they get."""
+    """A model with a dense parameter, then an expert's; they get these ``gradients``."""
     from megatron.core.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
@@ -245,7 +246,7 @@ def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -
         def __init__(self) -> None:
             super().__init__(config)
             self.kinds = torch.nn.ModuleDict()
-            # Megatron's DDP tells experts' parameters by their attribute, its FSDP by their name.
+            # Megatron's DDP recognizes experts' parameters by an attribute, its FSDP by their name.
             size = _PER_RANK * dist.get_world_size()
             for name in ("dense", "experts")[: len(gradients)]:
                 zeros = torch.zeros(size, dtype=torch.float32, device=device)
@@ -254,7 +255,7 @@ def _tiny_model(config: Any, gradients: Sequence[float], device: torch.device) -
                 self.kinds[name] = torch.nn.ParameterList([parameter])
 
         def set_input_tensor(self, input_tensor: Any) -> None:
-            """Required by the schedule; a single stage has no input."""
+            """Does nothing: the schedule requires it, but a single stage has no input."""
 
         def forward(self) -> Tensor:
             losses = [p.sum() * x for p, x in zip(self.parameters(), gradients, strict=True)]
