@@ -1,9 +1,9 @@
-"""Compares the tokens in a model's calls with those of the batches that were counted.
+"""Compares the tokens in a model's calls with the tokens of the counted batches.
 
 In the first step this verifies the declared split over context-parallel ranks, and the order of the
-microbatches. Sums of masks do not show either of them for certain: two samples may have equal sums.
-While the compared tokens fit several splits, later microbatches are compared, too, if their weights
-depend on the split. Padding is not compared.
+microbatches. Sums of masks cannot verify either of them for certain, since two samples may have
+equal sums. As long as the compared tokens fit several splits, later microbatches are also compared
+if their weights depend on the split. Padding is not compared.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TokenNotes:
     """The tokens of one step: of its batches, and of the model's calls.
 
     Args:
-        is_first_step: note every microbatch; otherwise those alone that differ between the splits.
-        splits: those that fit the tokens of all earlier steps; None if none were compared.
+        is_first_step: note every microbatch; otherwise only those that differ between the splits.
+        splits: the splits that fit the tokens of all earlier steps; None if none were compared.
     """
 
     def __init__(self, is_first_step: bool, splits: set[str] | None) -> None:
@@ -46,32 +46,32 @@ class TokenNotes:
         self._splits = splits
         self._is_open = splits is None or len(splits) > 1
         self._whole: dict[int, _WholeTokens] = {}  # by microbatch; empty on ranks that read none
-        # The model's inputs by microbatch; None: it was not called.
+        # The model's inputs by microbatch; None: the model was not called.
         self._inputs: dict[int, Sequence[Tensor] | None] = {}
 
     def note_batch(self, i: int, microbatch: TermMicrobatches, batch: Any = None) -> None:
         """Copy the tokens of microbatch ``i``, once.
 
         Args:
-            batch: the batch that it was read from; None without one, as in `LossHook.step`.
+            batch: the batch that it was read from; None if there is none, as in `LossHook.step`.
         """
         if i not in self._whole and self._is_open_for(_token_microbatch(microbatch).shape):
             self._whole[i] = _WholeTokens.of(microbatch, batch)
 
     def may_differ(self, call: Call, plans: Mapping[str, StepPlan]) -> bool:
-        """Whether the step may decide between splits that earlier tokens fit.
+        """True if the step may decide between splits that earlier tokens fit.
 
-        The same on all ranks, since they compare in a collective.
+        The result is the same on all ranks, since they compare in a collective.
         """
         if self._is_first_step:
             return True
-        if call.groups.dp_cp is not None:  # each rank has other microbatches
+        if call.groups.dp_cp is not None:  # each rank has different microbatches
             return self._is_open
         microbatches = range(len(plan_of_first_term(plans).sizes))
         return any(self._is_open_for(token_shape(plans, i)) for i in microbatches)
 
     def _is_open_for(self, shape: MicrobatchShape) -> bool:
-        """Whether the splits that are left differ in a rank's tokens of such a microbatch."""
+        """True if the remaining splits differ in a rank's tokens of such a microbatch."""
         if self._is_first_step:
             return True
         if not self._is_open:
@@ -80,7 +80,7 @@ class TokenNotes:
             return shape.local_cp_size > 1
         if "contiguous" in (self._splits or SPLITS):
             return True
-        # Both kinds of zigzag are one for a lone sequence that no padding follows, as for rows.
+        # Both kinds of zigzag are the same for rows, and for a lone sequence that fills its pack.
         starts = shape.starts
         return starts is not None and (len(starts) > 2 or int(starts[-1]) != shape.mask[-1])
 
@@ -89,8 +89,8 @@ class TokenNotes:
         """Note the inputs of the model's call for microbatch ``i``, and check how it was packed.
 
         Raises:
-            DataError: the model got another pack, or other ranks, than the batch.
-            HostError: it gathers its logits and computes its loss.
+            DataError: the model got a different pack, or different ranks, than the batch.
+            HostError: the model gathers its logits and computes its loss.
         """
         with _observed_calls(call) as calls:
             yield
@@ -110,18 +110,18 @@ class TokenNotes:
     ) -> set[str] | None:
         """Raise unless each rank's model was called with its part of the planned tokens.
 
-        On all ranks of the last stage; the tensor-parallel ranks that read batches compare.
+        All ranks of the last stage must call; the tensor-parallel ranks that read batches compare.
 
         Args:
-            dependent: microbatches whose weights are right under one split alone.
+            dependent: microbatches with weights that are right under only one split.
             is_declared: ``call.split`` comes from the user or the launcher, not from the default.
-            earlier_splits: those that fit all tokens compared before; None if none were.
+            earlier_splits: the splits that fit all tokens compared before; None if none were.
 
         Returns:
             the splits that fit all tokens compared in this step and before; None if none were.
 
         Raises:
-            DataError: another split, or other microbatches.
+            DataError: a different split, or different microbatches.
         """
         rows = plan_of_first_term(plans).microbatch_rows.tolist()
         numbers = {row: i for i, row in enumerate(rows)}  # this rank's microbatches
@@ -171,10 +171,10 @@ class TokenNotes:
 def dependent_microbatches(
     call: Call, plans: Mapping[str, StepPlan], gathered: Collection[int]
 ) -> list[int]:
-    """The step's microbatches whose weights are right under one split alone.
+    """The step's microbatches with weights that are right under only one split.
 
     Args:
-        gathered: those whose losses were gathered in the order of the split.
+        gathered: microbatches with losses that were gathered in the order of the split.
     """
     indices = range(len(plan_of_first_term(plans).sizes))
     return [i for i in indices if _depends_on_split(call, plans, i, i in gathered)]
@@ -191,12 +191,12 @@ def _depends_on_split(call: Call, plans: Mapping[str, StepPlan], i: int, is_gath
 def _has_tokens_with_loss(plan: StepPlan, i: int) -> bool:
     sequences = plan.sequences[i]
     has_loss = bool(plan.coefficients(i).any())
-    # A loss by sample may have padding alone as its tokens: no split makes it wrong.
+    # A loss by sample may have only padding as its tokens: no split makes it wrong.
     return has_loss and (sequences is None or bool(sequences.mask_sum.any()))
 
 
 def _has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
-    """Whether microbatch ``i`` is a pack of several samples.
+    """True if microbatch ``i`` is a pack of several samples.
 
     A lone sample has one coefficient, so its weights are wrong only if its mask sum is, too.
     """
@@ -205,7 +205,7 @@ def _has_several_samples(plans: Mapping[str, StepPlan], i: int) -> bool:
 
 
 def check_split(i: int, fitting: Collection[str] | None, split: str, is_declared: bool) -> None:
-    """Raise DataError unless the declared split, on which microbatch ``i`` depends, fits.
+    """Raise DataError unless the declared split, which microbatch ``i`` depends on, fits.
 
     Args:
         fitting: the splits that fit the compared tokens; None if none were compared.
@@ -236,7 +236,7 @@ class _WholeTokens(NamedTuple):
 
     inputs: list[Tensor]  # integers that the model is called with: copies, on the CPU
     shape: MicrobatchShape  # of the tokens, see `token_shape`
-    is_real: Tensor  # not padding; in the shape of the mask
+    is_real: Tensor  # False at padding; in the shape of the mask
 
     @classmethod
     def of(cls, microbatch: TermMicrobatches, batch: Any) -> _WholeTokens:
@@ -250,7 +250,7 @@ class _WholeTokens(NamedTuple):
 
 
 def _token_microbatch(microbatch: TermMicrobatches) -> Microbatch:
-    """The microbatch of the term that shows most about the split, as `token_shape` chooses it.
+    """The microbatch of the term that reveals most about the split, as chosen by `token_shape`.
 
     For losses by sample, the microbatch of its sequences.
     """
@@ -262,7 +262,7 @@ def _token_microbatch(microbatch: TermMicrobatches) -> Microbatch:
 class _ModelCall(NamedTuple):
     """The arguments of a model's call."""
 
-    integers: list[Tensor] | None = None  # None: it was not called
+    integers: list[Tensor] | None = None  # None: the model was not called
     packing: Any = None  # Megatron's ``packed_seq_params``; None: rows
     labels: Any = None
 
@@ -288,7 +288,7 @@ def _observed_calls(call: Call) -> Iterator[list[_ModelCall]]:
         calls.append(_ModelCall.of(build_plan, args, kwargs))
         return build_plan(*args, **kwargs)
 
-    # Schedules that overlap the communication of experts build a plan in place of a forward call.
+    # Schedules that overlap the communication of experts build a plan instead of calling forward.
     build_plan: Any = getattr(model, "build_schedule_plan", None)
     with contextlib.ExitStack() as stack:
         handle = model.register_forward_pre_hook(before_forward, with_kwargs=True)
@@ -299,7 +299,7 @@ def _observed_calls(call: Call) -> Iterator[list[_ModelCall]]:
 
 
 def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: int) -> None:
-    """Raise DataError if the model's pack or its context-parallel ranks are not the planned ones.
+    """Raise DataError if the model's pack or its context-parallel ranks are not as planned.
 
     Args:
         packing: Megatron's ``packed_seq_params``, or None for rows.
@@ -331,7 +331,7 @@ def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: i
 
 
 def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
-    """Raise DataError for a batch with the real offsets of a padded pack, and not the padded ones."""
+    """Raise DataError for a batch with the real offsets of a padded pack but no padded ones."""
     assert shape.starts is not None
     ends_early = int(shape.starts[-1]) < math.prod(shape.mask)
     names = ("cu_seqlens_q_padded", "cu_seqlens_q")
@@ -339,7 +339,7 @@ def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
     if not ends_early or offsets is None:
         return
     sequences, samples = offsets[:-1].cpu(), shape.starts[:-1]
-    # One more sequence may be padding. With other numbers the packs cannot be compared one by one.
+    # One extra sequence may be padding. With other numbers, they cannot be compared one by one.
     if len(sequences) not in (len(samples), len(samples) + 1):
         return
     sequences = sequences[: len(samples)]
@@ -353,8 +353,8 @@ def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
 class _SplitFinding(NamedTuple):
     """The splits of one microbatch that fit a rank's model inputs."""
 
-    splits: Sequence[str]  # those under which the inputs are this rank's part of the microbatch
-    others: Sequence[int]  # if there are none: the microbatches that the inputs fit instead
+    splits: Sequence[str]  # with these, the inputs are this rank's part of the microbatch
+    others: Sequence[int]  # if there are no such splits: the microbatches that the inputs do fit
 
 
 class _RankFindings(NamedTuple):
@@ -362,7 +362,7 @@ class _RankFindings(NamedTuple):
 
     shared: dict[int, dict[str, Any]]  # see `_shared_values`
     splits: dict[int, _SplitFinding | None]  # None: nothing can be compared
-    dependent: Collection[int]  # rows whose weights are right under one split alone
+    dependent: Collection[int]  # rows with weights that are right under only one split
     are_split: Collection[int]  # rows that several ranks hold
 
 
@@ -377,7 +377,7 @@ def _common_splits(i: int, findings: Sequence[_SplitFinding]) -> set[str] | None
     """The splits that fit on all ranks with distinctive tokens; None if there is no such rank.
 
     Raises:
-        DataError: tokens of other microbatches, or ranks that hold the same part.
+        DataError: tokens of other microbatches, or ranks with parts of different splits.
     """
     if not findings:
         return None
@@ -407,7 +407,7 @@ def _finding(
     if not whole.inputs:
         return None
     on_rank = [x.detach().cpu() for x in inputs or () if not _are_positions(x)]
-    # Equal tokens are compared, too: they may be padding, all that this rank holds under one split.
+    # Also compare equal tokens: they may be padding, all that this rank holds under one split.
     splits = [split for split in SPLITS if _fits(call, whole, on_rank, split)]
     if splits:
         return _SplitFinding(splits, [])
@@ -421,7 +421,7 @@ def _finding(
 
 
 def _fits(call: Call, tokens: _WholeTokens, on_rank: Sequence[Tensor], split: str) -> bool:
-    """Whether one of this rank's tensors is its part of one of the microbatch's, except at padding."""
+    """True if one of this rank's tensors is its part of a microbatch's, except at padding."""
     shape = tokens.shape
     try:
         cp = call.groups.cp_rank_in(shape)
@@ -454,7 +454,7 @@ def _is_real(microbatch: Microbatch) -> Tensor:
 def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape) -> dict[str, Any]:
     """By name, values that must be equal on all ranks of a microbatch.
 
-    Each depends on those before it, so that the first that differs is the cause.
+    Each depends on those before it, so the first that differs is the cause.
     """
     return {
         "shapes of masks": shape.mask,
@@ -465,12 +465,12 @@ def _shared_values(plans: Mapping[str, StepPlan], i: int, shape: MicrobatchShape
 
 
 def _are_equal(x: Tensor) -> bool:
-    """Whether all numbers are equal."""
+    """True if all numbers are equal."""
     flat = x.reshape(-1)
     return not flat.numel() or bool((flat == flat[0]).all())
 
 
 def _are_positions(x: Tensor) -> bool:
-    """Whether each row is 0, 1, 2 and so on: a script may make these itself under any split."""
+    """True if each row is 0, 1, 2 and so on: a script may make these itself under any split."""
     row = x if x.dim() else x.reshape(1)
     return bool((row == torch.arange(row.shape[-1], device=x.device)).all())
