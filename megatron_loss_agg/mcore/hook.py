@@ -1,6 +1,6 @@
 """`LossHook`: the options of an exact loss, and the schedule and steps that it hooks.
 
-For what happens in a call see `step`: `Step.run` is the call, `Step.loss` a microbatch in it.
+See `step` for the work of a call: `Step.run` is the call, `Step.loss` a microbatch in it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class LossHook:
         forward_backward = hook.wrap(get_forward_backward_func())
 
     Every training call of ``forward_backward`` is one optimizer step; for a step of several calls
-    see `step`. The forward step returns what Megatron's own does, per-token losses and
+    see `step`. The forward step returns the same as Megatron's own, per-token losses and
     ``partial(loss_func, loss_mask)``, or a `TokenLoss` or `SampleLoss` as the loss function. Reports
-    of Megatron's loss function keep ``lm loss`` as the mean over tokens. Reports get the aggregated
-    loss of the step, named ``"<mode> loss"`` or by the preset. Both are pairs for Megatron's loop,
-    summed over microbatches and ranks; the loss is the first sum divided by the second.
+    of Megatron's loss function keep ``lm loss`` as the mean over tokens. The aggregated loss of the
+    step is added to the reports, named ``"<mode> loss"`` or after the preset. Both are pairs for
+    Megatron's loop, summed over microbatches and ranks; the loss is the first sum divided by the
+    second.
 
     A loss of several terms, each with its own denominator:
 
@@ -62,54 +63,55 @@ class LossHook:
                          "kl": Term(LossAggregation(mode="token_mean"), multiplier=0.01)})
 
     Its forward step returns a `TokenLoss` with losses by name. Reports get ``"<name> loss"`` for
-    each, without its multiplier, and ``"loss"``, the weighted sum that is differentiated.
+    each term, without its multiplier, and ``"loss"``, the weighted sum that is differentiated.
 
     Args:
-        aggregation: that of the loss; or several terms by name. The tokens of the first are those
-            that Megatron counts.
-        read_batch: batch of the data iterator -> `Microbatch` with the whole mask; or a mapping by
-            term, where their masks differ. The hook draws the step's batches before its first
-            forward pass and then passes them to the schedule.
-        read_step: (data iterator of the last model chunk, number of microbatches) -> list of that
-            many `Microbatch` (or mappings by term), for loops that hold the step in memory or whose
-            iterator must not be drawn ahead. The hook then draws nothing. It is called on
-            tensor-parallel rank 0 of the last pipeline stage; for evaluations, too, with
-            ``aggregate_evaluation``.
+        aggregation: the loss's aggregation, or several terms by name. Megatron counts the tokens of
+            the first term.
+        read_batch: maps a batch of the data iterator to a `Microbatch` with the whole mask, or to a
+            mapping by term if their masks differ. The hook draws the step's batches before its
+            first forward pass and then passes them to the schedule.
+        read_step: maps the data iterator of the last model chunk and the number of microbatches to
+            a list of that many `Microbatch` (or mappings by term), for loops that hold the step in
+            memory or whose iterator must not be drawn ahead. The hook then draws nothing. It is
+            called on tensor-parallel rank 0 of the last pipeline stage; with
+            ``aggregate_evaluation``, also for evaluations.
         split: how the script splits tokens over context-parallel ranks: ``zigzag`` (inside every
             row or packed sequence), ``zigzag_pack`` (over the whole pack) or ``contiguous``. None:
             ``zigzag``. It is compared with the model's inputs in the first step; see docs/limits.md.
-        also: further modes, presets or aggregations, under which the loss of the first term is
-            reported, too.
+        also: further modes, presets or aggregations; the first term's loss is also reported under
+            each of these.
         extensions: `Extension` objects, such as `MTPAggregation` and `DatasetReports`.
         empty_step: in a step without an active token, raise DataError (``error``); set
             `step_is_empty`, so that the caller can skip the optimizer (``skip``); or do nothing, so
             that momentum and weight decay still move the model (``train``).
-        mismatch: after a step whose masks or tokens were not those that were counted, raise DataError
+        mismatch: after a step with masks or tokens other than the counted ones, raise DataError
             (``stop``); or print the error, count it in the report ``"mismatches"``, and go on
             (``warn``). The first step with tokens always raises.
-        count: count a step ``before`` its first forward pass, from batches that are drawn ahead; or at
-            its ``end``, microbatch by microbatch as they train, without drawing ahead. At the end,
-            every group that the aggregation reads by id must be whole in one microbatch, and several
-            terms must have one denominator; see `stream`.
-        aggregate_evaluation: aggregate forward-only calls, too; otherwise they are left alone.
-        prefetch: draw the next step's batches behind this one's compute, also where Megatron's loop
+        count: count a step ``before`` its first forward pass, from batches that are drawn ahead; or
+            at its ``end``, microbatch by microbatch as they train, without drawing ahead. At the
+            end, every group that the aggregation reads by id must be whole in one microbatch, and
+            several terms must have the same denominator; see `stream`.
+        aggregate_evaluation: also aggregate forward-only calls; otherwise they are left alone.
+        prefetch: draw the next step's batches while this step computes, even if Megatron's loop
             reads a torch ``DataLoader`` without a `Prefetch`.
         audit: measure Megatron's scaling again for every new number of microbatches, and print it.
-        trust_unmeasured: go on with a model whose averaging cannot be measured, as if Megatron's
+        trust_unmeasured: accept a model whose averaging cannot be measured, as if Megatron's
             DistributedDataParallel averaged it.
         settings: extra settings, compared across ranks and printed in the log's first lines.
 
     Attributes:
-        terms: `Term` by name; one with another multiplier may replace it between steps, on every
-            rank.
-        also: aggregations under which the loss of the first term is reported, too.
+        terms: `Term` by name; between steps a term may be replaced, on every rank, by one with
+            another multiplier.
+        also: further aggregations under which the first term's loss is reported.
         split: the declared split, or ``zigzag``.
         step_is_empty: True after a training step without an active token, on every rank; always
             False unless ``empty_step`` is ``skip``.
-        num_mismatches: steps of this rank with such an error under ``mismatch="warn"`` so far.
+        num_mismatches: number of this rank's steps with such an error so far, under
+            ``mismatch="warn"``.
 
     Raises:
-        OptionError: an unknown option, bad terms, or something that is no extension.
+        OptionError: an unknown option, bad terms, or an extension that is not an `Extension`.
     """
 
     def __init__(
@@ -180,10 +182,10 @@ class LossHook:
         """Megatron's schedule, from ``get_forward_backward_func()``, with its loss aggregated.
 
         Returns:
-            a function that takes the schedule's arguments, by keyword, and returns its result.
+            a function that takes the schedule's arguments by keyword and returns its result.
 
         Raises:
-            HostError: not a schedule of Megatron's, or one that has a hook already.
+            HostError: not one of Megatron's schedules, or one that already has a hook.
             AggregationError: when called.
         """
         schedule = original(forward_backward)
@@ -195,7 +197,7 @@ class LossHook:
             arguments = {**defaults, **arguments}
             is_training = not arguments.get("forward_only")
             is_aggregated = is_training or self.aggregate_evaluation
-            # ``collect_non_loss_data``: the call collects outputs, and computes no loss.
+            # With ``collect_non_loss_data`` the call collects outputs and computes no loss.
             if not is_aggregated or arguments.get("collect_non_loss_data"):
                 return schedule(**arguments)
             call = Call.of(arguments, self.terms, self.split)
@@ -215,14 +217,14 @@ class LossHook:
                 forward_backward(num_microbatches=6, **the_rest)
 
         Each training call inside takes the next ``num_microbatches``; the hook reads nothing from
-        its iterator. The step is counted once, by the first call; in the last one Megatron reduces
-        and scales the gradients, and the losses of all are compared with the plan. The number of
-        calls may differ between data-parallel ranks. Reports are partial: sum both elements of the
-        pairs over all calls, then divide.
+        its iterator. The step is counted once, by the first call. In the last call, Megatron
+        reduces and scales the gradients, and the losses of all calls are compared with the plan.
+        The number of calls may differ between data-parallel ranks. Reports are partial: sum both
+        elements of the pairs over all calls, then divide.
 
         Args:
             microbatches: this data-parallel rank's whole step, in the order of the calls. All ranks
-                of one model replica give a list of the same length; ranks that read no data ignore
+                of one model replica pass a list of the same length; ranks that read no data ignore
                 its elements.
 
         Raises:
@@ -253,7 +255,7 @@ class LossHook:
         """Make all training calls inside one optimizer step that is counted as it trains:
 
             with hook.stream():
-                for batches in arriving:  # as many as come, also none; each rank has its own
+                for batches in arriving:  # any number, even none; each rank has its own
                     forward_backward(data_iterator=iter(batches), num_microbatches=len(batches), ...)
             optimizer.step()
 
@@ -262,14 +264,15 @@ class LossHook:
         ``config.finalize_model_grads_func`` or Megatron's ``finalize_model_grads``. Reports are
         partial: sum both elements of the pairs over all calls and ranks, then divide.
 
-        Every group that the aggregation reads by id, such as a prompt, must be whole in one call of one
-        data-parallel rank; and in one microbatch, if the losses decide their masks (`MaskedLosses`).
-        Several terms must have one denominator. The modes ``custom`` and ``dataset_mean``, losses that
-        Megatron adds by itself (routers, MTP), its FSDP and dynamic context parallelism are refused. In
-        mode ``sum`` the reported loss is infinite if the first data-parallel rank makes no call.
+        Every group that the aggregation reads by id, such as a prompt, must be whole in one call of
+        one data-parallel rank, and in one microbatch if the losses decide their masks
+        (`MaskedLosses`). Several terms must have the same denominator. The modes ``custom`` and
+        ``dataset_mean``, losses that Megatron itself adds (routers, MTP), its FSDP and dynamic
+        context parallelism are refused. In mode ``sum``, the reported loss is infinite if the first
+        data-parallel rank makes no call.
 
         Args:
-            model: the schedule's argument; a rank needs it if it makes no call.
+            model: the schedule's argument, needed on a rank that makes no call.
             pg_collection: likewise, if the schedule gets one.
 
         Raises:
@@ -299,9 +302,9 @@ class LossHook:
             )
 
     def measure_scaling(self, call: Call, is_first: bool) -> None:
-        """Measure and check Megatron's scaling: in a first step, and under ``audit`` if it is new."""
+        """Measure and check Megatron's scaling in a first step; under ``audit``, if it is new."""
         is_new = call.scale not in self.verified.scales
-        # All ranks must measure together, and it may be new on some data-parallel ranks alone.
+        # All ranks must measure together, but it may be new on only some data-parallel ranks.
         if is_first or any_rank(is_new, call.groups.dp):
             self.verified.factor = check_scaling(call, self.trust_unmeasured)
             self.verified.scales.add(call.scale)
@@ -309,7 +312,7 @@ class LossHook:
                 print(audit_lines(self.verified.factor, call.scale), flush=True)
 
     def warn_of_mismatch(self, error: AggregationError) -> None:
-        """Print and count the error of a step after which training goes on."""
+        """Print and count a step's error; training goes on."""
         self.num_mismatches += 1
         print(f"megatron_loss_agg: a step goes on although {error}", file=sys.stderr, flush=True)
 
@@ -331,7 +334,7 @@ class LossHook:
 
 
 class _MismatchReports(Extension):
-    """Adds ``mismatches``: steps with an error that was a warning, over all data-parallel ranks."""
+    """Adds ``mismatches``: steps with an error that only warned, over all data-parallel ranks."""
 
     counts_at_end = True
 
@@ -353,7 +356,7 @@ def _check_extension(extension: object) -> None:
 
 
 def _check_schedule(schedule: Callable[..., Any]) -> None:
-    """Raise HostError unless ``schedule`` is one of Megatron's, or calls one, and has no hook yet."""
+    """Raise HostError unless ``schedule`` is, or calls, one of Megatron's, and has no hook yet."""
     if hasattr(schedule, _HOOK):
         raise HostError(
             "a schedule must have one hook, got one that is already hooked. Wrap what "
