@@ -1,1 +1,1 @@
-"""The package's extensions, and the ids of samples in Megatron's packing schedulers."""
+"""The package's extensions, and sample ids for Megatron's packing schedulers."""
