@@ -1,14 +1,14 @@
-"""Reports by data set: the mean over its tokens, and the aggregated loss of its tokens alone.
+"""Reports by data set: the mean over its tokens, and the aggregated loss of only its tokens.
 
 With the weights ``w`` of a term, the aggregated loss of data set ``d`` is
 
-- ``sum_{t in d} w_t loss_t / sum_{t in d} w_t`` for means: the same mean over the tokens of ``d``
-  alone, without groups that have none;
-- ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: its
-  part of the loss; the parts of all data sets add up to it.
+- ``sum_{t in d} w_t loss_t / sum_{t in d} w_t`` for means: the same mean over only the tokens of
+  ``d``, without groups that have none;
+- ``sum_{t in d} w_t loss_t`` for sums (``sample_sum``, ``constant``, ``sum``) and ``custom``: the
+  data set's part of the loss; the parts of all data sets add up to the loss.
 
-For the mean over tokens the weights are the mask. The divisors are sums over the whole step, and
-counted before it, so each rank reports its part of a quotient by `report_pair`.
+For the mean over tokens, the weights are the mask. The divisors are sums over the whole step and
+counted before it, so each rank reports its part of a quotient with `report_pair`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from megatron_loss_agg.plan import StepPlan, plan_of_first_term
 from megatron_loss_agg.tensors import at_least_fp32, moved
 
 NO_DATASET = -1
-"""The id of all samples in an evaluation without ids: it reads one data set."""
+"""The id of all samples in an evaluation without ids, which reads a single data set."""
 
 _ANOTHER_RANK_FAILED = "another rank has batches without ids of data sets. Fix its error first."
 Divisors = Mapping[str, Mapping[int, float]]
-"""By report ("lm", or a term) and data set with tokens in the step."""
+"""By report ("lm", or a term), and by data set with tokens in the step."""
 
 
 class DatasetReports(Extension):
@@ -47,23 +47,24 @@ class DatasetReports(Extension):
 
         hook = LossHook(LossAggregation(mode="sample_mean"), extensions=[DatasetReports()])
 
-    Exact for each training step and each call of an evaluation. Over the calls of an evaluation
-    Megatron adds up pairs, so that a data set's mean is over its tokens, samples or groups of all
-    calls. Under ``--sft`` Megatron averages quotients, as for every loss that it reports: there each
-    call with tokens of the data set has the same weight, whatever their number.
+    The reports are exact for each training step and each call of an evaluation. Over the calls of
+    an evaluation, Megatron adds up pairs, so a data set's mean is over its tokens, samples or groups
+    in all calls. With ``--sft``, Megatron averages quotients, as for every loss that it reports: each
+    call with tokens of the data set then has the same weight, whatever the number of tokens.
 
-    A data set that the first step lacks has the mean NaN in the step in which it first appears. Megatron
-    leaves a name out of its log for an interval with NaN: else it would also divide by steps before.
+    A data set that is missing from the first step has mean NaN in the step where it first appears.
+    Megatron leaves a name out of its log for an interval with NaN; otherwise it would also divide
+    by the steps before.
 
     Raises:
-        DataError: in a training step: a microbatch without ids of data sets. In an evaluation there
-            are then no reports.
+        DataError: in a training step, a microbatch has no data set ids. An evaluation without them
+            has no reports.
     """
 
     def __init__(self) -> None:
         self._has_trained = False
         self._seen: set[int] = set()  # data sets with tokens in any training step
-        self._new: set[int] = set()  # those of a later step than the first that are new in this one
+        self._new: set[int] = set()  # data sets that are new in this step, if it is not the first
         # By `Call.trains`: an evaluation may come between the calls of a step.
         self._divisors: dict[bool, Divisors] = {}
 
@@ -105,7 +106,7 @@ class DatasetReports(Extension):
         for d, part in _sums_on_rank(microbatch, ids, name, weights).items():
             divisor = divisors[label].get(d, 0.0) if is_mean else 1.0
             if divisor == 0 and not call.trains:
-                # 0 / 0 is NaN unless another call of the evaluation has tokens of the data set.
+                # 0 / 0: NaN, unless another call of the evaluation has tokens of the data set.
                 pair = part.new_zeros(2)
             elif divisor == 0 or (is_mean and call.trains and d in self._new):
                 pair = part.new_full((2,), math.nan)
@@ -132,7 +133,7 @@ def _sums_on_rank(
     products_T = losses.reshape(-1).double().masked_fill(w_T == 0, 0) * w_T
     sums_S = sums_of_samples(products_T, plan.shapes[i], microbatch.samples[name].starts)
     id_D, id_S = torch.tensor(ids), plan.ids("dataset", i)
-    # Samples of a data set without a token in the step have the sum 0, wherever they are added.
+    # Samples of a data set without tokens in the step have sum 0, wherever they are added.
     index_S = torch.searchsorted(id_D, id_S)
     sum_D = sums_S.new_zeros(len(ids) + 1)
     sum_D.index_add_(0, moved(index_S, sum_D.device), sums_S)
@@ -180,10 +181,10 @@ def _sums_by_dataset(call: Call, plan: StepPlan, are_weighted: bool) -> dict[int
 def with_dataset_ids(
     terms: Mapping[str, Term], microbatches: list[TermMicrobatches]
 ) -> list[TermMicrobatches]:
-    """The microbatches of an evaluation, with ids of data sets if ``terms`` group by them.
+    """The microbatches of an evaluation, with data set ids if ``terms`` group by them.
 
-    If none has ids, all samples get `NO_DATASET`: validation sets are often read one by one, and then
-    lack ids.
+    If none of them has ids, all samples get `NO_DATASET`, since validation sets are often read one
+    at a time and then lack ids.
     """
     if "dataset" not in units_by_id(terms):
         return microbatches
