@@ -1,4 +1,4 @@
-"""Reports of the loss under further modes beside the trained one, and of the weights of samples.
+"""Reports of the loss under modes other than the trained one, and of the weights of samples.
 
 A further mode has its own coefficients, from the same counts of the step. It costs one more weighted
 sum of the same losses, without a gradient.
@@ -40,15 +40,15 @@ _ANOTHER_RANK_FAILED = (
 class ModeReports(Extension):
     """Adds the loss of the first term under further modes, such as ``sample_mean loss``.
 
-    If the term is not named by its mode, its name comes first: ``policy sample_mean loss``. Each
-    number is that of a run in its mode, over one training step or the calls of an evaluation. If the
-    batches of an evaluation lack the ids that a mode needs, it has no report of that mode.
+    If the term is not named after its mode, its name comes first: ``policy sample_mean loss``. Each
+    number equals that of a run in its mode, over one training step or the calls of an evaluation.
+    If an evaluation's batches lack the ids that a mode needs, it does not report that mode.
 
     Args:
         aggregations: as in `also_aggregations`.
 
     Raises:
-        DataError: in a training step: a microbatch without ids that a mode needs.
+        DataError: in a training step, a microbatch lacks ids that a mode needs.
     """
 
     def __init__(self, aggregations: Sequence[LossAggregation]) -> None:
@@ -100,12 +100,12 @@ def also_aggregations(
     """The aggregations of ``LossHook(also=)``.
 
     Args:
-        also: modes, presets or aggregations. Their options for rejected samples and for weights of
-            samples or data sets are those of the first term unless they are set.
+        also: modes, presets or aggregations. Options for rejected samples and for weights of
+            samples or data sets are taken from the first term unless they are set.
 
     Raises:
-        OptionError: not a sequence of modes with different names, or one that groups by ids that are
-            not read.
+        OptionError: not a sequence of modes with different names, or a mode that groups by ids that
+            are not read.
     """
     if isinstance(also, (str, LossAggregation)) or not isinstance(also, Sequence):
         raise OptionError(
@@ -135,7 +135,7 @@ def also_aggregations(
 
 
 def _inherit_options(first: LossAggregation, agg: LossAggregation) -> LossAggregation:
-    """``agg``, with the first term's options for samples where it leaves them open."""
+    """``agg``, with the first term's options for samples where ``agg`` does not set them."""
     options = {
         name: getattr(first, name)
         for name in ("rejected", "sample_weights", "dataset_weights")
@@ -181,7 +181,7 @@ def replanned(
 
 
 class Unevenness(NamedTuple):
-    """How unevenly samples weigh, by their weights ``W_s = c_s * M_s``."""
+    """Measures of how uneven the samples' weights ``W_s = c_s * M_s`` are."""
 
     effective_samples: float
     """``(sum W)^2 / sum W^2``, the effective sample size."""
@@ -190,7 +190,7 @@ class Unevenness(NamedTuple):
 
     @classmethod
     def of(cls, mask_sum_S: Tensor, coefficient_S: Tensor) -> Unevenness:
-        """Samples without a weight do not count; 0 and 0 if there are no others.
+        """From all samples with a nonzero weight; 0 and 0 if these weights sum to 0.
 
         Samples of equal length at the boundary of the longest tenth are split evenly.
         """
@@ -200,7 +200,7 @@ class Unevenness(NamedTuple):
         total = weight_S.sum()
         if not len(weight_S) or total == 0:
             return cls(0.0, 0.0)
-        lengths_L, length_S = torch.unique(mask_sum_S, return_inverse=True)  # in rising order
+        lengths_L, length_S = torch.unique(mask_sum_S, return_inverse=True)  # in ascending order
         number_L = torch.bincount(length_S, minlength=len(lengths_L)).double().flip(0)
         weight_L = weight_S.new_zeros(len(lengths_L)).index_add_(0, length_S, weight_S).flip(0)
         longer_L = number_L.cumsum(0) - number_L
@@ -237,7 +237,7 @@ class WeightReports(Extension):
 
 
 def _unevenness(plan: StepPlan) -> Unevenness:
-    """The unevenness over the samples of all ranks; for ranks that read data."""
+    """The unevenness over the samples of all ranks, on ranks that read data."""
     assert plan.samples is not None
     coefficient_S, _ = coefficients(plan.aggregation, plan.samples)
     return Unevenness.of(plan.samples.mask_sum, coefficient_S)
