@@ -1,15 +1,15 @@
-"""Losses of multi-token prediction (MTP), aggregated as the main loss is, or in another mode.
+"""Losses of multi-token prediction (MTP), aggregated like the main loss or in another mode.
 
 At depth ``d``, position ``t`` predicts the target of position ``t + d``. Its loss gets the weight of
-this target in the main loss, or under the other mode. The loss of a step gets the further term
+this target in the main loss, or under the other mode. The loss of a step gets the additional term
 
     f / D * sum_d sum_t w_t^(d) * l_t^(d)
 
     w_t^(d) = w_{t+d} = m_{t+d} * c_[sample of t] if t + d is in the sequence of t, else 0
 
 A sequence is a row, or one sample of a pack; ``f`` is Megatron's scaling factor, and ``D`` its number
-of MTP layers. Megatron computes these losses in the model's forward pass, and attaches them to the
-graph with one scale for all tokens of a microbatch. Here they are withheld from Megatron, and added
+of MTP layers. Megatron computes these losses in the model's forward pass and attaches them to the
+graph with one scale for all tokens of a microbatch. Here they are withheld from Megatron and added
 to the loss of the same microbatch.
 
 Suffix: ``_T`` this rank's tokens of a microbatch.
@@ -56,14 +56,14 @@ class MTPAggregation(Extension):
     ``f / D``. With several terms, ``"loss"`` includes MTP's part.
 
     Args:
-        aggregation: that of MTP's losses; None: the first term's. Samples and the multiplier are
-            those of the first term in either case. The reports have the aggregation's label in place
-            of the term's name.
+        aggregation: for MTP's losses; None: the first term's. In either case, samples and the
+            multiplier are the first term's. The reports have the aggregation's label instead of the
+            term's name.
 
     Raises:
-        HostError: in a call: a model without MTP layers, or one that shifts other masks.
-        OptionError: in a call: the first term has multiplier 0.
-        DataError: in a call: batches without the ids that ``aggregation`` needs.
+        HostError: in a call, the model has no MTP layers or shifts a different mask.
+        OptionError: in a call, the first term has multiplier 0.
+        DataError: in a call, batches lack the ids that ``aggregation`` needs.
     """
 
     scaled_losses = ("mtp",)
@@ -144,16 +144,16 @@ def _number_of_depths(config: Any) -> int:
 class _WithheldLosses:
     """MTP's losses of one call, withheld from Megatron.
 
-    Megatron's ``compute_language_model_loss`` makes MTP's losses, and with labels the main one. In
-    place of MTP's losses Megatron goes on with leaves of the same values. Their gradients are
-    proportional to its shifted masks: they show whether it shifts labels as the weights are shifted.
+    Megatron's ``compute_language_model_loss`` makes MTP's losses and, with labels, the main loss.
+    Megatron continues with leaves of the same values instead of MTP's losses. Their gradients are
+    proportional to its shifted masks, so they show whether it shifts labels like the weights.
     """
 
     def __init__(self, depths: int) -> None:
         self._depths = depths
         self._losses: list[Tensor] = []  # of this microbatch
-        self._leaves: list[Tensor] = []  # in their place
-        self._num_expected = 0  # comparisons
+        self._leaves: list[Tensor] = []  # passed on instead of these losses
+        self._num_expected = 0  # number of comparisons
         self._differences: list[Tensor] = []  # bool, of every microbatch and depth
 
     @contextmanager
@@ -167,7 +167,7 @@ class _WithheldLosses:
             yield
 
     def _withhold(self, compute: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The main loss, or a leaf in place of MTP's loss."""
+        """The main loss, or a leaf instead of MTP's loss."""
         losses = compute(*args, **kwargs)
         if not torch.is_grad_enabled():
             return losses
@@ -181,16 +181,16 @@ class _WithheldLosses:
         """The losses of this microbatch by depth, [T] each.
 
         Args:
-            masks: [T] each, this rank's, by depth from 0 on: the loss mask of the targets.
+            masks: this rank's loss masks of the targets, by depth from 0 on, [T] each.
 
         Raises:
-            HostError: the model has not computed a loss of each depth and token.
+            HostError: the model has not computed a loss for each depth and token.
         """
         tokens = [mask.numel() for mask in masks]
         losses, self._losses = self._losses, []
         leaves, self._leaves = self._leaves, []
         sizes = [x.numel() for x in losses]
-        # With the main loss, unless the model computes that in another way.
+        # Including the main loss, unless the model computes it in another way.
         if sizes not in (tokens[1:], tokens):
             raise HostError(
                 f"the model must compute {self._depths} losses of MTP and the main one by {_METHOD}, of "
@@ -207,8 +207,8 @@ class _WithheldLosses:
     def _compare(self, has_tokens: Tensor, planned_T: Tensor, gradient: Tensor) -> None:
         """Compare Megatron's mask with the planned one; ``gradient`` is a multiple of the former.
 
-        NaN comes from 0 / 0 at masked tokens, before Megatron-Core 0.17. Under
-        calculate_per_token_loss the multiple is this rank's number of tokens before the shift; if
+        NaN comes from 0 / 0 at masked tokens, before Megatron-Core 0.17. With
+        calculate_per_token_loss, the multiple is this rank's number of tokens before the shift; if
         that is 0, the gradient shows nothing.
         """
         active_T = ((gradient != 0) & ~gradient.isnan()).reshape(-1)
@@ -253,7 +253,7 @@ def _masks_on_rank(call: Call, plan: StepPlan, depths: int) -> dict[int, list[Te
         microbatches = brought_to_cpu([plan.microbatches[i] for i in indices])
         return [m.loss_mask for m in microbatches]
 
-    masks = {}  # copies, since the forward steps may write into those of the batch
+    masks = {}  # copies, since the forward steps may write into the batch's masks
     for i, mask in zip(indices, broadcast_result(whole_masks, call.groups.tp), strict=True):
         shape, groups = plan.shapes[i], call.groups
         layout = rank_layout(shape, call.split, groups.cp_size, groups.cp_rank)
