@@ -1,9 +1,9 @@
-"""Ids of samples in packs of Megatron's packing schedulers.
+"""Sample ids in the packs of Megatron's packing schedulers.
 
 A scheduler (``--sequence-packing-scheduler``) draws the samples of a step, numbers them over all
-data-parallel ranks, deals the numbers to microbatches, and joins the samples of each to a pack. It
-packs tokens, labels and masks, and drops all other keys. Here the ids of all samples are gathered
-when it draws them, and added to the packs by the same numbers.
+data-parallel ranks, deals the numbers to microbatches, and joins each microbatch's samples into a
+pack. It packs tokens, labels and masks, and drops all other keys. Here the ids of all samples are
+gathered when it draws them, and added to the packs by the same numbers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megatron_loss_agg.mcore.call import replaced
 _DRAW, _PACK = "get_batch_and_global_seqlens", "build_packed_microbatches"
 """Megatron's functions in `megatron.core.datasets.data_schedule`."""
 _NUMBERS = "sample_id_groups"
-"""The parameter of `_PACK` with the numbers of each microbatch's samples, by rank."""
+"""The parameter of `_PACK` that holds the numbers of each microbatch's samples, by rank."""
 
 
 def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``wrap_data_iterator`` with the ids of samples in its packs.
+    """Megatron's ``wrap_data_iterator`` with sample ids in its packs.
 
         iterator, number, *_ = with_ids(wrap_data_iterator)(iterator, config, number)
 
-    Beside Megatron's keys, the data set's items have ``prompt_ids``, ``rollout_ids``, ``rejected``,
-    ``sample_weights`` or ids of other units, the same keys in all items: one value for each sample
-    of the item. Packs then have the values of their samples. Megatron's blends add ``dataset_id`` to
-    an item: from it packs get ``dataset_ids``.
+    In addition to Megatron's keys, the data set's items have ``prompt_ids``, ``rollout_ids``,
+    ``rejected``, ``sample_weights`` or ids of other units, with one value for each sample of the
+    item, and the same keys in all items. Packs then have the values of their samples. Megatron's
+    blends add ``dataset_id`` to an item, which gives packs their ``dataset_ids``.
 
     Raises:
-        HostError: when called: this Megatron packs in another way.
-        DataError: when called: not one value for each sample, or items with different keys.
+        HostError: when called, this Megatron packs differently.
+        DataError: when called, there is not one value per sample, or items have different keys.
     """
 
     @functools.wraps(wrap_data_iterator)
@@ -79,13 +79,13 @@ def with_ids(wrap_data_iterator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sample_ids(items: Sequence[Any]) -> dict[str, Tensor]:
-    """By key, the values of all samples of a rank's items, in their order, on the CPU."""
+    """By key, the values of all samples in a rank's items, in order, on the CPU."""
     fields = [x for item in items for x in (item if isinstance(item, list) else [item])]
     return _joined([_ids_in(x) for x in fields])
 
 
 def _ids_in(fields: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By key, the values of one sample; or of a pack's samples, without those that have no tokens."""
+    """By key, the values of one sample, or of a pack's samples except those without tokens."""
     has_tokens = torch.tensor([True])
     if "padded_seq_len" not in fields:
         has_tokens = fields["cu_seqlens"].reshape(-1).diff().cpu() > 0
@@ -102,7 +102,7 @@ def _ids_in(fields: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """By key, the values of all parts in their order."""
+    """By key, the values of all parts, in order."""
     keys = sorted({key for part in parts for key in part})
     if any(part.keys() != {*keys} for part in parts):
         raise DataError(
