@@ -4,8 +4,8 @@ With the mask ``m`` and the loss ``l`` of each token, the loss of a step is
 
     sum_s c_s sum_{t in s} m_t l_t        over the tokens t of all samples s of the step
 
-The coefficient ``c_s`` of a sample depends on the masks of the whole step alone. So `Step.run` reads
-and counts all batches before the first forward pass: the result is a plan, with the coefficients.
+The coefficient ``c_s`` of a sample depends only on the masks of the whole step. So `Step.run` reads
+and counts all batches before the first forward pass; the result is a plan with the coefficients.
 `Step.loss` is then the loss function of each microbatch: it adds up ``m_t c_s l_t`` over the tokens
 of its rank, and undoes the averaging that Megatron will apply.
 """
@@ -83,15 +83,15 @@ class Verified:
     scales: set[MegatronScale] = field(default_factory=set)
     factor: float | None = None  # the measured gradients as a multiple of the planned ones
     loss_functions: set[object] = field(default_factory=set)  # see `checks.loss_function`
-    splits: set[str] | None = None  # those that fit all compared tokens; None before any were
+    splits: set[str] | None = None  # those that fit all compared tokens; None: none compared yet
     printed: set[str] = field(default_factory=set)  # kinds of calls with first lines in the log
     # By model, since Megatron's scaling depends on its data-parallel wrapper; and by kind of call,
-    # since an evaluation may have other data and another loss function than training, and a step that
-    # is counted at its end is scaled differently.
+    # since an evaluation may have different data and a different loss function than training, and a
+    # step that is counted at its end is scaled differently.
     _runs: WeakKeyDictionary[Any, set[tuple[bool, bool]]] = field(default_factory=WeakKeyDictionary)
 
     def has_run(self, call: Call) -> bool:
-        """Whether a step, or an evaluation, of this model has passed all checks."""
+        """True if a step, or an evaluation, of this model has passed all checks."""
         return (call.trains, call.groups.is_end_counted) in self._runs.get(call.chunks[0], ())
 
     def add_run(self, call: Call) -> None:
@@ -99,10 +99,10 @@ class Verified:
         self._runs.setdefault(call.chunks[0], set()).add(kind)
 
     def split_matters(self, call: Call) -> bool:
-        """Whether a step may depend on a split that was not verified.
+        """True if a step may depend on a split that was not verified.
 
-        So it is also after a step of padding alone; and under dynamic context parallelism while one
-        rank held each pack.
+        This is also True after a step with only padding and, with dynamic context parallelism, as
+        long as each pack was held by a single rank.
         """
         is_split = torch.distributed.get_world_size(call.groups.split_group) > 1
         return is_split and self.splits != {call.split}
@@ -112,26 +112,26 @@ class Step:
     """One optimizer step of a hook: one call of Megatron's schedule, or several.
 
     Args:
-        microbatches: those of a `LossHook.step`, where the step has several calls; None: the step is
-            one call, and its batches come from the data iterator.
+        microbatches: from `LossHook.step`, if the step has several calls; None: the step is one
+            call, and its batches come from the data iterator.
     """
 
     def __init__(self, hook: LossHook, microbatches: list[TermMicrobatches] | None = None) -> None:
         self.hook = hook
         self.microbatches = microbatches
         self.empty_step = hook.empty_step
-        self.num_taken = 0  # microbatches of the calls so far
+        self.num_taken = 0  # number of microbatches in the calls so far
         self.is_planned = False
         self.plans: Plans | None = None  # None on pipeline stages without a loss
         self.samples: Mapping[str, TermSamples] = {}  # by term: the samples' part on this rank
-        self.is_first = False  # the model's first training step, or evaluation: all is checked
-        self.iterator: Any = None  # for the schedule: has the batches again that the hook drew
+        self.is_first = False  # the model's first training step, or evaluation: check everything
+        self.iterator: Any = None  # for the schedule: repeats the batches that the hook drew
         self.num_forward_steps = 0  # of the last model chunk, so far
         # Notes to compare after the step; numbers stay on the device until then.
         self.sums: dict[int, list[TermSums]] = {}  # by microbatch
         self.stock_losses: dict[int, StockLoss] = {}  # by microbatch
         self.gathered: set[int] = set()  # microbatches with losses in the order of the split
-        self.tokens: TokenNotes | None = None  # None where no tokens are to be compared
+        self.tokens: TokenNotes | None = None  # None if no tokens are to be compared
 
     def run(self, schedule: Callable[..., Any], call: Call) -> Any:
         """Make one call of the schedule: the whole step, or its next part."""
@@ -148,15 +148,15 @@ class Step:
             # 4. to 6. happen in the loss function of each microbatch: `loss`.
             result = schedule(**call.arguments_with(self._forward_step(call), self.iterator))
         if call.ends_step:
-            # 7. Check that the losses had the masks that were counted. Not before, since comparing
-            # waits for the device and for other ranks.
+            # 7. Check that the losses had the counted masks. Not earlier, since comparing waits for
+            # the device and for other ranks.
             self._check_after(call)
         return result
 
     def loss(
         self, call: Call, plans: Plans, i: int, loss_function: Any, output: Any
     ) -> tuple[Any, ...]:
-        """The results of microbatch ``i`` for Megatron, in place of those of ``loss_function``."""
+        """The results of microbatch ``i`` for Megatron, instead of those of ``loss_function``."""
         # 4. Losses: the script's, by term, not reduced, with the masks of their tokens.
         script = script_losses(call, plans, i, loss_function, output)
         return self._aggregated(call, plans, i, script, loss_function, output)
@@ -170,13 +170,13 @@ class Step:
         loss_function: Any,
         output: Any,
     ) -> tuple[Any, ...]:
-        """The weighted sum of the losses, as Megatron is to get it."""
+        """The weighted sum of the losses, in the form that Megatron expects."""
         samples, weights, sums = {}, {}, {}
         for name, term in script.terms.items():
             # 5. Weights: the mask times the coefficient of each sample, for this rank's tokens.
             samples[name] = self.samples[name].in_microbatch(i, term)
             weights[name] = weights_on_rank(samples[name], term)
-            # 6. Sum. "Unchecked", since the shapes have been compared by now.
+            # 6. Sum. "Unchecked", since the shapes have already been compared.
             sums[name] = weighted_sum_unchecked(weights[name], term.losses)
         microbatch = MicrobatchLoss(
             call,
@@ -197,8 +197,8 @@ class Step:
         self._note(microbatch, script, output)
         if script.stock_loss is not None:
             self._use_stock_loss(microbatch, script, loss_function)
-        # Megatron averages what it gets, over microbatches and ranks or by tokens: multiplied by the
-        # inverse of that, the gradients are those of the sum.
+        # Megatron averages its losses over microbatches and ranks, or by tokens. Multiplying by the
+        # inverse of that factor gives the gradients of the sum.
         first = plan_of_first_term(plans)
         num_tokens = _tokens_on_rank(call, first, i)
         return call.scale.returned(
@@ -209,7 +209,7 @@ class Step:
         """Return ``call`` with its offset in the step.
 
         Raises:
-            DataError: more microbatches than are left.
+            DataError: the call has more microbatches than are left.
         """
         if self.microbatches is None:
             return call
@@ -237,7 +237,7 @@ class Step:
     def _check_before(self, call: Call) -> None:
         """Check settings and measure Megatron's scaling; begin to note tokens if any are compared."""
         hook = self.hook
-        # Settings, models and scripts do not change in a run: what the first step shows holds later.
+        # Settings, models and scripts do not change in a run: results of the first step hold later.
         self.is_first = not hook.verified.has_run(call)
         if self.is_first:
             check_same_on_all_ranks(call, hook.compared_settings())
@@ -260,12 +260,12 @@ class Step:
         self.iterator = call.data_iterator
         read: Callable[[], list[TermMicrobatches]] = functools.partial(self._read, call)
         if groups.dp_cp is not None and groups.reads_data:
-            # Under dynamic context parallelism the loader communicates. If it fails on this rank, the
-            # others wait in its collective, not in one of ours.
+            # With dynamic context parallelism the loader communicates. If it fails on this rank,
+            # the other ranks wait in the loader's collective, not in one of ours.
             read = read_now(read)
         # Errors of a first step, and of an empty one, are raised on all ranks of the model; in other
         # steps ranks need not wait for each other. A failure spreads from the ranks of a microbatch,
-        # all on the last stage, to the stages before it.
+        # all on the last stage, to the earlier stages.
         with failing_together(
             [groups.split_group, groups.pp],
             _ANOTHER_RANK_FAILED,
@@ -302,7 +302,7 @@ class Step:
         """The microbatches of the batches that the call's forward steps will take."""
         microbatches: list[TermMicrobatches] = []
         tensors = DrawnTensors(self.hook) if self.is_first else None
-        # Under hybrid context parallelism one item holds the samples of the whole step.
+        # With hybrid context parallelism, one item holds the samples of the whole step.
         num_items = 1 if call.draws_samples else number
         self.iterator = drawn = DrawnBatches(call.data_iterator, num_items)
         for _ in range(num_items):
@@ -312,7 +312,7 @@ class Step:
                 if call.groups.dp_cp is not None:
                     microbatch = with_cp_size(microbatch, batch)
                 if self.tokens is not None:
-                    # Copied before the next batch is drawn, perhaps into the same memory.
+                    # Copy before the next batch is drawn, perhaps into the same memory.
                     self.tokens.note_batch(len(microbatches), microbatch, batch)
                 if tensors is not None:
                     tensors.note(microbatch)
@@ -325,7 +325,7 @@ class Step:
     def _running(self, call: Call) -> Iterator[None]:
         """Enter the extensions, and keep Megatron from reducing before the step's last call."""
         if self.microbatches is not None:
-            self.iterator = call.data_iterator  # every call may have another one
+            self.iterator = call.data_iterator  # every call may have a different one
         elif self.hook.read_step is None:
             self._fetch_next(call)
         with contextlib.ExitStack() as stack:
@@ -336,7 +336,7 @@ class Step:
             yield
 
     def _fetch_next(self, call: Call) -> None:
-        """If there is a `Prefetch`, start to draw the next step's batches behind this one's compute."""
+        """With a `Prefetch`, start drawing the next step's batches while this step computes."""
         if call.trains and call.groups.reads_data and not call.draws_samples:
             iterator: Any = call.data_iterator
             if self.hook.prefetch or isinstance(getattr(iterator, "iterable", iterator), Prefetch):
@@ -355,8 +355,8 @@ class Step:
         def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if len(call.chunks) > 1 and innermost(model) is not innermost(call.chunks[-1]):
-                return script_forward_step(*args, **kwargs)  # the last chunk alone computes a loss
-            # The schedules take microbatches in order. The index is that in the step, not in the call.
+                return script_forward_step(*args, **kwargs)  # only the last chunk computes a loss
+            # The schedules take microbatches in order. The index is in the step, not in the call.
             i = self.num_forward_steps
             self.num_forward_steps += 1
             if i == number:
@@ -366,7 +366,7 @@ class Step:
                 )
             with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, i):
                 output, loss_function = script_forward_step(*args, **kwargs)
-            # All that the loss depends on is bound here, since Megatron may compute it again, when
+            # Bind everything that the loss depends on, since Megatron may compute it again after
             # later forward steps have run.
             return output, functools.partial(self.loss, call, plans, i, loss_function)
 
@@ -404,7 +404,7 @@ class Step:
             for name, term in script.terms.items()
         ]
         if call.trains and torch.is_grad_enabled():
-            # Now, since the backward pass would fail without a word about the cause.
+            # Check now, since the backward pass would fail without naming the cause.
             check_has_gradient(microbatch.total, output)
 
     def _use_stock_loss(
@@ -429,9 +429,9 @@ class Step:
             self.stock_losses[microbatch.i] = note
 
     def _check_after(self, call: Call) -> None:
-        """Raise unless the losses of the step had the masks and tokens that were counted.
+        """Raise unless the losses of the step had the counted masks and tokens.
 
-        Once a step, after its last call, since ranks may make different numbers of calls.
+        This runs once per step, after its last call, since ranks may differ in the number of calls.
         """
         hook, plans, groups = self.hook, self.plans, call.groups
         self._check_losses(call)
@@ -442,20 +442,20 @@ class Step:
             is_empty_step = any_rank(is_empty_here, groups.pp)  # other stages have no plan
             if call.trains:
                 hook.step_is_empty = is_empty_step and self.empty_step == "skip"
-            # In a step without tokens there was nothing to compare: the next one is the first again.
+            # A step without tokens has nothing to compare: the next one counts as the first again.
             if not is_empty_step:
                 hook.verified.add_run(call)
 
     def _check_losses(self, call: Call) -> None:
         """Compare the losses with the plan; on other stages, wait for the result in the first step."""
         plans = self.plans
-        # In the first step alone: it is the one in which mistakes show, and later ones should not
-        # make ranks wait for each other.
+        # Only in the first step: mistakes show in it, and later steps should not make ranks wait
+        # for each other.
         groups = call.groups.counting_groups
         with failing_together(groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
             if plans is not None:
                 self._check_number_of_losses(plans)
-        # Apart from the former, since ranks communicate while they compare.
+        # A separate block, since ranks communicate while they compare.
         with failing_together(groups, _ANOTHER_RANK_DIFFERED, when=self.is_first):
             if plans is not None:
                 self._compare_or_warn(call, plans)
@@ -500,8 +500,8 @@ class Step:
 def counted(call: Call, units: Sequence[Unit], read: Callable[[], Any]) -> Plans:
     """The plans of the microbatches that ``read`` returns, on ranks of the last pipeline stage.
 
-    One tensor-parallel rank has the data; it counts together with those of the other data-parallel
-    ranks, and sends its plans to the rest of its group.
+    One tensor-parallel rank has the data. It counts together with its counterparts on the other
+    data-parallel ranks, and sends its plans to the rest of its tensor-parallel group.
     """
     groups, plans = call.groups, None
     with failing_in_broadcast(groups.tp):
@@ -519,13 +519,13 @@ def counted(call: Call, units: Sequence[Unit], read: Callable[[], Any]) -> Plans
 
 
 def is_empty(call: Call, plans: Plans) -> bool:
-    """Whether every token of the step is masked or rejected, in all terms that are not switched off."""
+    """True if every token of the step is masked or rejected, in all terms not switched off."""
     in_loss = [plan for name, plan in plans.items() if call.terms[name].multiplier]
     return all(plan.is_empty for plan in in_loss or plans.values())
 
 
 def empty_step_error() -> DataError:
-    """The error of a step in which `is_empty`, if the hook forbids it."""
+    """The error for an empty step (see `is_empty`), if the hook forbids it."""
     return DataError(
         "a step must have an active token, and every token is masked or rejected. Fix the data, or "
         "choose skip or train (--loss-aggregation-empty-step, empty_step=)."
@@ -536,8 +536,8 @@ def _tokens_on_rank(call: Call, plan: StepPlan, i: int) -> int:
     """Token count that this rank returns to Megatron for microbatch ``i``.
 
     It must be an integer: the floors of ``(tokens + rank) / size`` over context-parallel ranks add up
-    to the tokens. The last call of a step also returns the tokens of earlier calls, since Megatron
-    dropped their counts with its finalization (`call.without_reduction`).
+    to the tokens. The last call of a step also returns the tokens of earlier calls, since their
+    counts were dropped along with Megatron's finalization (`call.without_reduction`).
     """
     has_earlier_tokens = i == call.first_index and call.ends_step
     num_tokens = 0
@@ -555,8 +555,8 @@ def _total(call: Call, output: Any, script: ScriptLosses, sums: Mapping[str, Ten
         if multiplier != 0:
             terms.append(x if multiplier == 1 else multiplier * x)
     if not terms:
-        # Stays attached to the graph, so that every rank still runs the backward pass's collectives: to
-        # the model's output, since the gradient of a loss that is NaN may be NaN times 0.
+        # Stay attached to the graph, so that every rank still runs the backward pass's collectives;
+        # to the model's output, since the gradient of a NaN loss may be NaN times 0.
         losses = next(iter(script.terms.values())).losses
         dtype = at_least_fp32(losses.dtype)
         outputs = [x for x in tensors_in(output) if x.requires_grad] or [losses]
@@ -570,7 +570,7 @@ def _reported(
     script: ScriptLosses,
     weights: Mapping[str, Tensor],
 ) -> Mapping[str, Any]:
-    """The result of a script's report function: losses and weights are by term if several."""
+    """The result of a script's report function; losses and weights are by term if several."""
     if len(names) == 1:
         (name,) = names
         return report(script.terms[name].losses, weights[name])
