@@ -1,14 +1,14 @@
 """A step that is counted as it trains: its denominator is known only at its end.
 
-The samples of a step may be counted in parts, each by itself, wherever and whenever they train. With
-the loss ``L_p`` of part ``p`` and its denominator ``N_p``, such as its number of prompts, the loss of
+The samples of a step may be counted in separate parts, wherever and whenever they train. With the
+loss ``L_p`` of part ``p`` and its denominator ``N_p``, such as its number of prompts, the loss of
 the step is
 
     sum_p N_p L_p / sum_p N_p
 
 if every group of samples, such as a prompt, is whole in one part. The gradients of ``N_p L_p`` are
-added up. At the end Megatron's own finalization gets the sum of this rank's ``N_p`` in place of its
-count of tokens: it adds it up over the ranks, and divides the gradients by it.
+added up. At the end, Megatron's own finalization gets the sum of this rank's ``N_p`` instead of its
+token count, adds it up over the ranks, and divides the gradients by it.
 
 A part is a call of the schedule (`Stream`) or a microbatch (`EndCountedStep`). If the loss decides
 masks, a part is a microbatch in either case.
@@ -68,20 +68,20 @@ _DENOMINATOR_FACTOR = 2.0**20
 
 
 class Part(Step):
-    """Microbatches that are counted together, by the ranks of one model replica alone."""
+    """Microbatches that are counted together, only by the ranks of one model replica."""
 
     def __init__(self, hook: LossHook, key: int) -> None:
         super().__init__(hook)
-        # Index of the call (`EndCountedStep`: of the microbatch) times 2**32; of a part with a decided
-        # mask, 1 + its microbatch is added.
+        # Index of the call (`EndCountedStep`: of the microbatch) times 2**32. A part with a decided
+        # mask adds 1 + its microbatch.
         self.key = key
         self.empty_step = "train"  # the step may have tokens in other parts
         self.decided: dict[int, Part] = {}  # by microbatch, if its loss has decided the mask
-        self._is_too_large: list[Tensor] = []  # of decided masks: outside 0 to the batch's
+        self._is_too_large: list[Tensor] = []  # True: a decided mask is not from 0 to the batch's
 
     @property
     def parts(self) -> Sequence[Part]:
-        """This part alone; or one for each microbatch, if the losses have decided masks."""
+        """Just this part; or one for each microbatch, if the losses have decided masks."""
         return [*self.decided.values()] or [self]
 
     def _aggregated(self, call: Call, plans: Plans, i: int, *rest: Any) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ class Part(Step):
         # Key 0 is the first part; key 1 is its first microbatch, with a decided mask.
         is_first_part = self.key <= 1 and dist.get_rank(call.groups.dp) == 0
         if not is_first_part and _is_sum(first_aggregation(call)):
-            # The denominator of a sum is 1 for the whole step: the first part alone reports it.
+            # The denominator of a sum is 1 for the whole step, so only the first part reports it.
             for name in ("loss", *(f"{x} loss" for x in plans)):
                 if name in results[-1]:
                     results[-1][name][1] = 0
@@ -104,8 +104,8 @@ class Part(Step):
         sums: Mapping[str, Tensor],
     ) -> dict[str, Any]:
         if script.further_reports:
-            # Without the part's denominator, since a mean over several parts needs weights that lack
-            # the same one: that of the step.
+            # Take out the part's denominator, since a mean over several parts needs weights that
+            # all lack the same one, the step's.
             weights = {name: call.scale.denominator * x for name, x in weights.items()}
             further = [
                 (functools.partial(_reported_means, report), names)
@@ -127,12 +127,12 @@ class Part(Step):
         return part._aggregated(call, part.plans, 0, script, loss_function, output)
 
     def _note_read_masks(self, plans: Plans, i: int, script: ScriptLosses) -> None:
-        """Note the batch's masks, to compare with the counted ones, and decided masks above them."""
+        """Note the batch's masks, to compare with the counted ones; and if decided ones exceed them."""
         self.sums[i] = []
         if script.is_gathered:
             self.gathered.add(i)
         for name, term in script.terms.items():
-            # A mapping of loss functions may have some that leave the mask as it was.
+            # In a mapping of loss functions, some may leave the mask as it was.
             read_mask = term.mask if term.read_mask is None else term.read_mask
             read = replace(term, mask=read_mask)
             samples = self.samples[name].in_microbatch(i, read)
@@ -143,7 +143,7 @@ class Part(Step):
             self._is_too_large.append(((mask > read_mask) | ~(mask >= 0)).any())
 
     def _decided_part(self, call: Call, plans: Plans, i: int, script: ScriptLosses) -> Part:
-        """Microbatch ``i`` as a part of its own, with the masks that its loss has decided."""
+        """Microbatch ``i`` as a separate part, with the masks that its loss has decided."""
         counts = {name: self._decided_counts(call, name, i, x) for name, x in script.terms.items()}
         part, recounted_plans = Part(self.hook, self.key + 1 + i), None
         with failing_in_broadcast(call.groups.tp):
@@ -177,7 +177,7 @@ class Part(Step):
             )
         counts = torch.cat([sums, (mask != 0).sum().to(sums).view(1), rejected])
         counts_by_rank = all_gather(counts, call.groups.cp)
-        # A rank that has a part of the tokens has sums of its own.
+        # Ranks with different tokens have different sums.
         equal = counts_by_rank if term.is_whole else counts_by_rank[:, num_samples + 1 :]
         if not torch.allclose(equal, equal[:1].expand_as(equal)):
             raise DataError(
@@ -193,8 +193,8 @@ class Part(Step):
 
     def _check_number_of_losses(self, plans: Plans) -> None:
         super()._check_number_of_losses(plans)
-        # Not in `_compare`, since mismatch="warn" lets its errors pass, and the denominator would lack
-        # the microbatches without a decided mask.
+        # Not in `_compare`: mismatch="warn" lets its errors pass, and then the denominator would
+        # lack the microbatches without a decided mask.
         if self.decided and len(self.decided) != len(plan_of_first_term(plans).sizes):
             raise DataError(
                 "the losses of all microbatches of a call must decide their masks, or of none, got "
@@ -212,7 +212,7 @@ class Part(Step):
 
 
 def _reported_means(report: Report, losses: Any, weights: Any) -> Mapping[str, Any]:
-    """The result of a script's report function; DataError for sums, since nobody divides them later."""
+    """The result of a script's report function; DataError for sums, which nothing divides later."""
     metrics = report_mapping(report(losses, weights))
     names = [name for name, x in metrics.items() if isinstance(x, Sum)]
     if names:
@@ -231,7 +231,7 @@ class StreamedCall(Part):
         self._check_on_rank(call)
         self.plans = plans = self._plan(call)
         self.samples = {name: TermSamples(call, plan) for name, plan in (plans or {}).items()}
-        # Terms with different denominators fail here, on the last stage alone.
+        # Terms with different denominators fail here, only on the last stage.
         groups = [call.groups.split_group, call.groups.pp]
         with failing_together(groups, _ANOTHER_RANK_FAILED, when=self.is_first):
             call = with_denominator(call, plans)
@@ -242,7 +242,7 @@ class StreamedCall(Part):
         return result
 
     def _fetch_next(self, call: Call) -> None:
-        """Do nothing, since the next call may have another number of microbatches."""
+        """Do nothing, since the next call may have a different number of microbatches."""
 
 
 class Stream:
@@ -286,7 +286,7 @@ class Stream:
         else:
             groups = call.groups
             check_model(call)
-        # In every step, since the other replicas do not know of an error that a script has caught.
+        # In every step, since other replicas do not know about an error that a script has caught.
         with failing_together(groups.all_groups, _ANOTHER_RANK_FAILED):
             if call is None:
                 raise DataError(
@@ -305,13 +305,13 @@ class Stream:
         parts = [part for x in self._calls for part in x.parts if part.plans is not None]
         tally = Tally.of(call, parts)
         is_empty_step = tally.compare(call, must_compare(hook, is_first))
-        total = tally.on_device(call)  # finalization adds up those of all ranks in it
+        total = tally.on_device(call)  # finalization sums it over all ranks, in place
         finish_gradients(call, total)
         check_total(call, total)
         end_step(hook, call, total, is_empty_step)
 
     def _call_from_arguments(self) -> Call | None:
-        """The call of a rank that makes none, for its process groups and model; None without model."""
+        """A call for the process groups and model of a rank that makes none; None without a model."""
         if self._arguments["model"] is None:
             return None
         names = ("forward_step_func", "data_iterator")
@@ -321,7 +321,7 @@ class Stream:
 
 
 class EndCountedStep(Step):
-    """A step of one call, whose microbatches are counted one by one as they train."""
+    """A step of one call, with microbatches counted one by one as they train."""
 
     def run(self, schedule: Callable[..., Any], call: Call) -> Any:
         hook, groups = self.hook, call.groups
@@ -333,7 +333,7 @@ class EndCountedStep(Step):
         if groups.reads_data:
             self.iterator = BatchReader(call.data_iterator, hook.read_batch)
 
-        # Called by finalization, when all microbatches are counted.
+        # Called by finalization, after all microbatches have been counted.
         def denominator() -> Tensor:
             self.tally = Tally.of(call, [x for part in self.parts for x in part.parts])
             self._total = self.tally.on_device(call)
@@ -413,7 +413,7 @@ class BatchReader:
                 self.note_batch(0, microbatch, batch)
             self._microbatches.append(microbatch)
         except Exception as error:
-            # Raised by `taken`: before that, other tensor-parallel ranks wait for this batch.
+            # Raised later, by `taken`, since other tensor-parallel ranks wait for this batch now.
             self._microbatches.append(error)
         return batch
 
@@ -421,7 +421,7 @@ class BatchReader:
         """The microbatch of the batch that a forward step has drawn.
 
         Raises:
-            DataError: it has drawn none, or several; or as ``read_batch`` raises.
+            DataError: the forward step has drawn none, or several; or ``read_batch`` raised it.
         """
         microbatches, self._microbatches = self._microbatches, []
         if len(microbatches) != 1:
@@ -441,8 +441,8 @@ class Tally:
 
     denominator: float  # times `denominator_factor`
     has_tokens: bool
-    # int64 [3, groups]: of each group that must be whole, the index of its unit (`_compared_units`),
-    # its id, and the key of its part.
+    # int64 [3, groups]: for each group that must be whole, the index of its unit in
+    # `_compared_units`, its id, and the key of its part.
     groups: Tensor
 
     @classmethod
@@ -452,7 +452,7 @@ class Tally:
         if _is_sum(first_aggregation(call)):
             denominator = float(dist.get_rank(call.groups.dp) == 0)
         columns = [_part_groups(call, part.plans, part.key) for part in parts if part.plans]
-        # Context-parallel ranks have the same denominator: the first of them gives it.
+        # Context-parallel ranks have the same denominator, so only the first of them passes it on.
         is_first_cp_rank = call.groups.is_last_stage and call.groups.cp_rank == 0
         return cls(
             denominator * denominator_factor(call) if is_first_cp_rank else 0.0,
@@ -461,7 +461,7 @@ class Tally:
         )
 
     def on_device(self, call: Call) -> Tensor:
-        """The denominator for Megatron's finalization, of the same type on every stage."""
+        """The denominator for Megatron's finalization, with the same dtype on every stage."""
         return torch.full((), self.denominator, dtype=torch.float64, device=call.device)
 
     def compare(self, call: Call, when: bool) -> bool:
@@ -471,7 +471,7 @@ class Tally:
             when: the same on all ranks; if False, nothing is compared, and the result is False.
 
         Returns:
-            True if the step has no token.
+            True if the step has no tokens.
         """
         if not when:
             return False
@@ -493,7 +493,7 @@ class Tally:
 
 
 def end_counted(call: Call, ends_step: bool) -> Call:
-    """``call`` in a step that is counted, and divided by its denominator, at its end."""
+    """``call`` in a step that is counted at its end, and divided by its denominator there."""
     scale = call.scale
     return replace(
         call,
@@ -589,7 +589,7 @@ def check_model(call: Call) -> None:
 
 
 def check_total(call: Call, total: Tensor) -> None:
-    """Raise DataError for a sum of denominators that Megatron takes for 1."""
+    """Raise DataError for a sum of denominators that Megatron would replace by 1."""
     if 0 < float(total) < 1:
         factor = denominator_factor(call)
         raise DataError(
@@ -600,7 +600,7 @@ def check_total(call: Call, total: Tensor) -> None:
 
 
 def end_step(hook: LossHook, call: Call, total: Tensor, is_empty_step: bool) -> None:
-    """Note that the step has ended, on every rank; raise DataError for a forbidden empty one."""
+    """Note on every rank that the step has ended; raise DataError for a forbidden empty step."""
     if not hook.verified.has_run(call) and not is_empty_step:
         print_end_counted_lines(hook, call, float(total) / denominator_factor(call))
         hook.verified.add_run(call)
@@ -610,13 +610,13 @@ def end_step(hook: LossHook, call: Call, total: Tensor, is_empty_step: bool) -> 
 
 
 def must_compare(hook: LossHook, is_first: bool) -> bool:
-    """Whether ranks compare their counts at the end of a step; the same on all of them."""
+    """True if ranks compare their counts at the end of a step; the same on all ranks."""
     has_ids = any(_whole_units_by_id(x.aggregation) for x in hook.terms.values())
     return is_first or has_ids or hook.empty_step != "train"
 
 
 def _is_sum(agg: LossAggregation) -> bool:
-    """Whether the denominator of a step is 1, whatever its samples."""
+    """True if the denominator of a step is 1, whatever its samples."""
     return agg.within is None and agg.across is None
 
 
@@ -627,12 +627,12 @@ def _whole_units(agg: LossAggregation) -> list[Unit]:
 
 
 def _whole_units_by_id(agg: LossAggregation) -> list[Unit]:
-    """Those of `_whole_units` whose groups are read as ids: others cannot be in two parts."""
+    """The `_whole_units` with groups that are read as ids; others cannot be in two parts."""
     return [unit for unit in _whole_units(agg) if unit in agg.by_id]
 
 
 def _denominator_in_words(agg: LossAggregation) -> str:
-    """The denominator of a step: equal for aggregations that divide by the same number."""
+    """The denominator of a step in words: equal for aggregations that divide by the same number."""
     if _is_sum(agg):
         return "1"
     counted = "tokens" if agg.within == "all" else f"{agg.across}s"
@@ -648,7 +648,7 @@ def _part_groups(call: Call, plans: Plans, key: int) -> Tensor:
     """The columns of one part in `Tally.groups`."""
     columns = [torch.zeros(3, 0, dtype=torch.int64)]
     for index, unit in enumerate(_compared_units(call)):
-        # Ids of all terms, since each may have samples of its own.
+        # Ids of all terms, since each may have its own samples.
         terms = [x for x in plans if unit in _whole_units_by_id(call.terms[x].aggregation)]
         ids = torch.cat([plans[name].ids_S[unit] for name in terms]).unique()
         columns.append(torch.stack([torch.full_like(ids, index), ids, torch.full_like(ids, key)]))
@@ -656,7 +656,7 @@ def _part_groups(call: Call, plans: Plans, key: int) -> Tensor:
 
 
 def _compared_units(call: Call) -> list[Unit]:
-    """The units of all terms whose groups are compared by id at the end of the step."""
+    """The units, of all terms, with groups that are compared by id at the end of the step."""
     terms = call.terms.values()
     return sorted({unit for x in terms for unit in _whole_units_by_id(x.aggregation)})
 
@@ -666,13 +666,13 @@ def _check_whole(call: Call, rows: Tensor, num_groups: Tensor) -> None:
 
     Args:
         rows: int64 [ranks, 3, most groups], see `Tally.groups`.
-        num_groups: int64 [ranks]: groups of each rank.
+        num_groups: int64 [ranks], the number of groups on each rank.
     """
     ranks, _, most = rows.shape
     is_group = torch.arange(most) < num_groups.view(-1, 1)
     rank = torch.arange(ranks).view(-1, 1).expand(ranks, most)
     unit_index, id_, key = rows.unbind(1)
-    # Sorted, so that two parts with the same group are neighbours.
+    # `unique` sorts, so that two parts with the same group are neighbours.
     table = torch.stack([unit_index, id_, rank, key], dim=-1)[is_group].unique(dim=0)
     is_same = (table[1:, :2] == table[:-1, :2]).all(dim=1)
     if not bool(is_same.any()):
@@ -689,7 +689,7 @@ def _check_whole(call: Call, rows: Tensor, num_groups: Tensor) -> None:
 
 
 def _part_in_words(rank: int, key: int) -> str:
-    """The part with this `Part.key`."""
+    """In words, the part with this `Part.key`."""
     part, microbatch = key >> 32, key & (2**32 - 1)
     where = f"part {part}" if not microbatch else f"microbatch {microbatch - 1} of part {part}"
     return f"{where} of data-parallel rank {rank}"
@@ -697,7 +697,7 @@ def _part_in_words(rank: int, key: int) -> str:
 
 @contextlib.contextmanager
 def warning_of_partial_gradients() -> Iterator[None]:
-    """Say on an exception that the gradients of the step cannot be used."""
+    """On an exception, print that the gradients of the step cannot be used."""
     try:
         yield
     except BaseException:
