@@ -30,7 +30,7 @@ from megatron_loss_agg.tensors import at_least_fp32, described, is_plain, moved
 from megatron_loss_agg.weighted_sum import weighted_sum
 
 Losses = Tensor | Mapping[str, Tensor]
-"""The losses of one term; or of several, by name."""
+"""The losses of one term, or of several terms by name."""
 
 hooks: WeakSet[Any] = WeakSet()
 """Every `LossHook` of this process."""
@@ -40,20 +40,20 @@ hooks: WeakSet[Any] = WeakSet()
 class MaskedLosses:
     """Losses with the mask that they count with, decided from the model's output.
 
-    The result of ``compute`` of a `TokenLoss` or `SampleLoss`, in place of the losses, in a step that
-    is counted at its end (`LossHook.stream`, ``LossHook(count="end")``):
+    In a step that is counted at its end (`LossHook.stream`, ``LossHook(count="end")``), ``compute``
+    of a `TokenLoss` or `SampleLoss` may return it instead of the losses:
 
         return output, TokenLoss(lambda output: MaskedLosses(losses, loss_mask * is_trusted), loss_mask)
 
-    A sample that loses all its tokens is an empty one, see `LossAggregation.empty`.
+    A sample that loses all its tokens is empty, see `LossAggregation.empty`.
 
     Args:
         losses: as ``compute`` returns them.
-        mask: in the form of the losses: at most the ``loss_mask`` of the `TokenLoss`; 0 to 1 for each
-            sample of a `SampleLoss`. None: as it was.
-        rejected: bool [samples], of the whole microbatch, and the same on all of its context-parallel
-            ranks: further samples that do not count. The aggregation's ``rejected`` says whether they
-            stay in the denominators.
+        mask: in the form of the losses. At most the ``loss_mask`` of the `TokenLoss`; from 0 to 1
+            for each sample of a `SampleLoss`. None: unchanged.
+        rejected: bool [samples] for the whole microbatch, the same on all of its context-parallel
+            ranks: further samples that are rejected. The aggregation's ``rejected`` says whether
+            they stay in the denominators.
     """
 
     losses: Losses
@@ -61,7 +61,7 @@ class MaskedLosses:
     rejected: Tensor | None = None
 
     def applied_to(self, script: ScriptLosses, call: Call) -> ScriptLosses:
-        """``script`` with these masks; raises DataError in a step that was counted before."""
+        """``script`` with these masks; raises DataError in a step that was counted beforehand."""
         if not call.groups.is_end_counted:
             raise DataError(
                 "a mask that the loss decides needs a step that is counted at its end, got one that was "
@@ -92,29 +92,29 @@ class TokenLoss(LossFunction):
         return output, TokenLoss(lambda output: token_losses(output), loss_mask)
 
     For a loss of several terms, the token losses are a mapping by term, and so is the mask if the
-    terms' masks differ. Terms of different kinds: return a mapping of `TokenLoss` and `SampleLoss`
-    by term. The hook calls ``compute`` once, in the schedule's gradient mode.
+    terms' masks differ. For terms of different kinds, return a mapping by term of `TokenLoss` and
+    `SampleLoss`. The hook calls ``compute`` once, in the schedule's gradient mode.
 
     Without a hook, a loss of one term works as a stock Megatron loss function: it returns (sum over
     the mask, number of tokens, report). Sums are in fp32, or in fp64 for fp64 inputs. If the process
-    has a `LossHook`, training in this way warns: the schedule was not wrapped.
+    has a `LossHook`, training this way warns that the schedule was not wrapped.
 
     Args:
         compute: model output -> losses in the shape of ``loss_mask``, neither masked nor divided; a
             factor in them stays in the loss. Or (losses, report): the report is a mapping of names
             to (sum, count) pairs, for Megatron's training loop, or to the metrics of
             `megatron_loss_agg.report`, for `reduce_reports`.
-        loss_mask: that of this rank's tokens, its context-parallel part of the batch's mask. With
-            ``gather``, the whole mask.
+        loss_mask: the mask of this rank's tokens, its context-parallel part of the batch's mask.
+            With ``gather``, the whole mask.
         gather: for losses that need all tokens of a sequence under context parallelism. Model
             output -> a number for each token of this rank, in the shape of its part of the mask
-            (log-probabilities, for one), or a mapping of such tensors. The hook gathers them over
-            the context-parallel ranks, and calls ``compute`` with the whole tensors, in the shape of
+            (such as log-probabilities), or a mapping of such tensors. The hook gathers them over
+            the context-parallel ranks and calls ``compute`` with the whole tensors, in the shape of
             the whole mask. Everything with a gradient must go through ``gather``.
         report: (losses, weights) -> a further report. Both are in the form and shape of the losses;
             ``sum(weights * losses)`` over tokens, microbatches and ranks is the aggregated loss of
-            the step, so metrics can be weighed as the loss is, by `megatron_loss_agg.report.Sum`. In
-            a step that is counted at its end weights lack its denominator: `Mean` is right, not `Sum`.
+            the step, so `megatron_loss_agg.report.Sum` weights metrics like the loss. In a step
+            that is counted at its end, weights lack the step's denominator: use `Mean`, not `Sum`.
 
     Raises:
         HostError: in a step: called without a hook, though it needs one, or a report that is not a
@@ -182,12 +182,12 @@ class TokenLoss(LossFunction):
 
 
 class SampleLoss(LossFunction):
-    """A loss function for losses of samples, or pairs, whose microbatches are of `of_samples`.
+    """A loss function for losses of samples, or pairs, with microbatches from `of_samples`.
 
         return output, SampleLoss(lambda output: losses_of_samples(output))
 
-    With ``per_token``, losses of the sums over whole sequences, such as the log-probabilities of
-    whole answers, whose tokens may lie on several context-parallel ranks:
+    With ``per_token``, losses are computed from sums over whole sequences, such as the
+    log-probabilities of answers. Their tokens may be on several context-parallel ranks:
 
         return output, SampleLoss(pair_losses, log_probs, loss_mask)
 
@@ -199,7 +199,7 @@ class SampleLoss(LossFunction):
             ``loss_mask``, or a mapping of such tensors. The hook multiplies them by the mask and adds
             them up over each sequence of ``Microbatch.of_samples(sequences=)``, on all
             context-parallel ranks. Values at masked positions are ignored, even NaN.
-        loss_mask: that of this rank's tokens of the sequences; required with ``per_token``.
+        loss_mask: the mask of this rank's tokens in the sequences; required with ``per_token``.
         report: as in `TokenLoss`.
 
     Raises:
@@ -289,7 +289,7 @@ def _needs_hook(loss_function: str) -> HostError:
 def _further_reports(
     report: Report | None, terms: Mapping[str, TermLosses]
 ) -> list[tuple[Report, Sequence[str]]]:
-    """The script's report function, if it has one, with the names of the terms it gets."""
+    """The script's report function, if there is one, with the names of the terms that it gets."""
     return [] if report is None else [(report, [*terms])]
 
 
