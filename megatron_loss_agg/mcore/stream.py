@@ -127,7 +127,7 @@ class Part(Step):
         return part._aggregated(call, part.plans, 0, script, loss_function, output)
 
     def _note_read_masks(self, plans: Plans, i: int, script: ScriptLosses) -> None:
-        """Note the batch's masks, to compare with the counted ones; and if decided ones exceed them."""
+        """Note the batch's masks, to compare with the counted ones and with the decided ones."""
         self.sums[i] = []
         if script.is_gathered:
             self.gathered.add(i)
@@ -311,7 +311,7 @@ class Stream:
         end_step(hook, call, total, is_empty_step)
 
     def _call_from_arguments(self) -> Call | None:
-        """A call for the process groups and model of a rank that makes none; None without a model."""
+        """A call for a rank that makes none: its process groups and model; None without a model."""
         if self._arguments["model"] is None:
             return None
         names = ("forward_step_func", "data_iterator")

@@ -48,9 +48,10 @@ class DatasetReports(Extension):
         hook = LossHook(LossAggregation(mode="sample_mean"), extensions=[DatasetReports()])
 
     The reports are exact for each training step and each call of an evaluation. Over the calls of
-    an evaluation, Megatron adds up pairs, so a data set's mean is over its tokens, samples or groups
-    in all calls. With ``--sft``, Megatron averages quotients, as for every loss that it reports: each
-    call with tokens of the data set then has the same weight, whatever the number of tokens.
+    an evaluation, Megatron adds up pairs, so a data set's mean is over its tokens, samples or
+    groups in all calls. With ``--sft``, Megatron averages quotients, as for every loss that it
+    reports: each call with tokens of the data set then has the same weight, whatever the number of
+    tokens.
 
     A data set that is missing from the first step has mean NaN in the step where it first appears.
     Megatron leaves a name out of its log for an interval with NaN; otherwise it would also divide
