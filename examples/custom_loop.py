@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/custom_loop.py --cpu      # or without --cpu, on GPUs
 
 A loop as in reinforcement learning frameworks: it calls Megatron's forward-backward function itself,
-with another loss than Megatron's (here REINFORCE). It proves that the gradient of every step is that
-of the whole step in one process. The lines that the plugin adds are marked with (1) and (2).
+with a different loss than Megatron's (here REINFORCE). It proves that the gradient of every step
+equals that of the whole step in one process. The plugin's two lines are marked with (1) and (2).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Batch = dict[str, Tensor]
 
 
 def rollouts(step: int) -> Batch:
-    """The whole step: several answers of free length to each prompt, and their advantages."""
+    """The whole step: several answers of various lengths to each prompt, and their advantages."""
     generator = torch.Generator().manual_seed(step)
     number = PROMPTS * ANSWERS
     length = torch.randint(3, LENGTH + 1, (number, 1), generator=generator)
@@ -140,7 +140,7 @@ def prove(step: int, ddp: DistributedDataParallel, expected: list[Tensor]) -> fl
     got = [parameter.main_grad for parameter in ddp.module.parameters()]
     difference = sum((a - b).square().sum() for a, b in zip(got, expected, strict=True))
     error = float((difference / sum(b.square().sum() for b in expected)).sqrt())
-    if not error < 1e-14:  # NaN neither
+    if not error < 1e-14:  # also raises for NaN
         raise ArithmeticError(f"step {step}: relative gradient error {error:.1e}, not < 1e-14")
     return error
 

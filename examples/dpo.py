@@ -7,12 +7,12 @@ A preference loss has one number for each pair of answers, not one for each toke
     loss = -log sigmoid(beta * ((log p_c - log q_c) - (log p_r - log q_r)))
 
 with the log-probabilities of a chosen and a rejected answer under the model, ``p``, and under a
-reference model, ``q``: a copy of the model from before the first step. For the hook a pair is a
-sample with one loss. It reads the number of pairs (1), and gets a loss function of sums over whole
+reference model, ``q``: a copy of the model from before the first step. For the hook, a pair is a
+sample with one loss. It reads the number of pairs (1) and gets a loss function of sums over whole
 answers (2). It computes these sums from numbers by token, also under context parallelism.
-``sample_mean`` is the mean over pairs, ``prompt_mean`` that over prompts. The gradient of every step
-is proved to be that of the whole step in one process. The model, and the code around a step, are
-those of custom_loop.py.
+``sample_mean`` is the mean over pairs, ``prompt_mean`` the mean over prompts. The example proves
+that the gradient of every step equals that of the whole step in one process. The model, and the
+code around a step, come from custom_loop.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/layouts.py FOLDER
 
-FOLDER holds a folder for each mode, stock Megatron's `stock` among them, with the log of each layout.
-The exit status is 0 if the layouts agree in every mode but `stock`, and part there.
+FOLDER contains a folder for each mode, including `stock` for stock Megatron, with a log per layout.
+The exit status is 0 if the layouts agree in every mode except `stock`, and differ there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 AGREE, PART = 1e-5, 1e-3
-"""Losses of two layouts agree, and part: bounds of their largest relative difference in a step."""
-# The lines lie on one another if all is well: the first ones are wide.
+"""Losses of two layouts agree below the first and part above the second: bounds of their largest
+relative difference in a step."""
+# The lines overlap if all is well, so the first ones are wide.
 STYLES = (
     {"linewidth": 7, "color": "0.8"},
     {"linewidth": 3.4, "color": "C0"},
@@ -46,7 +47,7 @@ class Run(NamedTuple):
 
 
 Runs = Mapping[str, Run]
-"""By layout; the first one is what the others are compared with."""
+"""By layout; the others are compared with the first one."""
 
 
 def farthest(runs: Runs) -> float:
@@ -56,7 +57,7 @@ def farthest(runs: Runs) -> float:
 
 
 def norms_agree(runs: Runs) -> bool:
-    """Whether gradient norms, logged with three decimals, agree in each step."""
+    """True if gradient norms, logged with three decimals, agree in each step."""
     by_step = zip(*(run.norms for run in runs.values()), strict=True)
     return all(max(norms) - min(norms) < 0.002 + 1e-3 * max(norms) for norms in by_step)
 
@@ -68,7 +69,7 @@ def step_of_norms(runs: Runs) -> int:
 
 
 def table(modes: Mapping[str, Runs]) -> str:
-    """The last loss, the farthest one, and a gradient norm, of each layout in each mode."""
+    """For each layout in each mode: the last loss, the largest difference, and a gradient norm."""
     step = step_of_norms(modes["stock"])
     lines = [f"{'':32}{'last loss':>11}{'farthest':>11}{f'norm, step {step + 1}':>15}"]
     for mode, runs in modes.items():
@@ -82,7 +83,7 @@ def table(modes: Mapping[str, Runs]) -> str:
 
 
 def draw(output: Path, modes: Mapping[str, Runs]) -> None:
-    """Draw a panel for each mode, and in it a curve for each layout."""
+    """Draw a panel for each mode, with a curve for each layout."""
     figure = Figure(figsize=(8.4, 3.5), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(modes), sharey=True)
     for axes, (mode, runs) in zip(panels, modes.items(), strict=True):

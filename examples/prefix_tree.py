@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/prefix_tree.py --cpu      # or without --cpu, on GPUs
 
-The answers to a prompt share it, and two of them share a turn that is trained, too. The model
-computes each shared token once. What is averaged are the rollouts: their mask, ids and losses are
-those of rows, and a token's logits are taken from its node in the tree. The example proves that every
-gradient is that of the rows, without a tree, in one process.
+The answers to a prompt share the prompt, and two of them also share a turn that is trained. The
+model computes each shared token once. The rollouts are averaged: masks, ids and losses are by rows,
+and a token's logits are taken from its node in the tree. The example proves that every gradient
+equals that of the rows, without a tree, in one process.
 
-The model, the data and the losses are those of `custom_loop.py`.
+The model, the data and the losses come from `custom_loop.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, To
 
 
 def rollouts_that_share(step: int) -> Batch:
-    """Those of `custom_loop.py`: a prompt's answers share it, and two share what follows, too."""
+    """From `custom_loop.py`; a prompt's answers share it, and two also share what follows."""
     whole = rollouts(step)
     tokens = whole["tokens"].view(PROMPTS, ANSWERS, LENGTH)
     tokens[:, 1:, :2] = tokens[:, :1, :2]

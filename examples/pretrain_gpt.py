@@ -1,10 +1,10 @@
 """Pretrain a GPT on the standard library's documented functions, in packs or rows.
 
-An ordinary script on `megatron.training`: it knows nothing of loss aggregation. Started by
+An ordinary script on `megatron.training` that knows nothing about loss aggregation. Started by
 
     torchrun ... -m megatron_loss_agg [--cpu] examples/pretrain_gpt.py ... --loss-aggregation MODE
 
-its loss is aggregated by MODE; started by torchrun alone it trains as stock Megatron does.
+its loss is aggregated by MODE; started by torchrun alone, it trains like stock Megatron.
 `examples/quickstart.sh` holds a full set of flags.
 """
 
@@ -105,7 +105,7 @@ def datasets_provider(num_samples: list[int]) -> tuple[PackedPairs, PackedPairs 
         longest=args.longest_sample,
     )
     print_rank_0(f"> standard library: {training} training and {validation} validation packs")
-    # None for --eval-iters 0, since Megatron takes no empty data set.
+    # None for --eval-iters 0, since Megatron does not accept an empty data set.
     valid = build("valid", packs=validation) if validation else None
     return build("train", packs=training), valid, None
 
@@ -115,7 +115,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Flags of this script beside Megatron's."""
+    """This script's own flags, in addition to Megatron's."""
     group = parser.add_argument_group(title="standard library")
     group.add_argument(
         "--samples-per-module",
@@ -134,10 +134,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def keep_packaged_helpers() -> None:
-    """Keep an installed megatron-core from calling `make` at its start, since that would end the run.
+    """Keep an installed megatron-core from calling `make` at startup, since that would end the run.
 
-    The wheel has the data set helpers compiled, without their Makefile; a source checkout compiles
-    them.
+    The wheel contains the compiled data set helpers without their Makefile; a source checkout
+    compiles them.
     """
     if not Path(datasets_utils.__file__).with_name("Makefile").exists():
         datasets_utils.compile_helpers = lambda: None

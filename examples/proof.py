@@ -1,10 +1,10 @@
-"""Proof by measurement: the gradient of one optimizer step, compared with that of one process.
+"""Proof by measurement: the gradient of one optimizer step, compared with that from one process.
 
     torchrun --nproc-per-node 4 examples/proof.py
 
 A GPTModel in fp64 goes through Megatron's schedule, DDP and finalize_model_grads at CP 2 x DP 2,
-in several microbatches, once with the plugin and once as stock Megatron averages. The reference is
-`reference.py`. Exit status 1 unless the plugin's gradient is the reference's to 1e-14.
+in several microbatches, once with the plugin and once with stock Megatron's averaging. The
+reference is `reference.py`. Exit status 1 unless the plugin's gradient is the reference's to 1e-14.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron_loss_agg.mcore import LossHook  # noqa: E402
 BOUND = 1e-14
 CP_SIZE = 2
 MICROBATCHES = 2
-# Data, step and model are those that quickstart.sh trains.
+# The data, step and model are the same as in quickstart.sh.
 SEQ_LENGTH = 1280
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
@@ -103,7 +103,7 @@ def forward_step(
 def megatron_gradients(
     data: PackedPairs, weights: Gradients, mode: str | None, per_token_flag: bool
 ) -> Gradients:
-    """Gradients that Megatron hands to its optimizer; without `mode`, those of stock Megatron."""
+    """Gradients that Megatron passes to its optimizer; without `mode`, stock Megatron's."""
     config = TransformerConfig(
         **SHAPE,
         context_parallel_size=CP_SIZE,

@@ -21,7 +21,7 @@ from stdlib_pairs import Pair
 from torch import Tensor
 
 Step = Sequence[tuple[str, Tensor]]
-"""For every sample of a step: the module it comes from, and the losses of its response tokens."""
+"""For each sample of a step, the module it comes from and the losses of its response tokens."""
 
 
 def token_mean(step: Step) -> Tensor:
@@ -71,7 +71,7 @@ class PlainAttention(torch.nn.Module):
 
 
 def build(vocab_size: int, max_length: int, **shape: Any) -> GPTModel:
-    """A GPTModel in fp64 with this process alone in all of its process groups.
+    """A GPTModel in fp64, with only this process in all of its process groups.
 
     Every rank of the world must call: building a process group is collective.
     """

@@ -2,7 +2,7 @@
 
 A sample is one documented function: its signature and docstring are the prompt, its body is the
 response, and only the response carries loss. Functions of one module form one prompt group. Tokens
-are bytes. An item of `PackedPairs` is a pack of samples, which is a microbatch, or a row of one.
+are bytes. An item of `PackedPairs` is a pack of samples (one microbatch) or a row with one sample.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.utils.data import Dataset
 SEPARATOR = 256
 """Token between the prompt and the response."""
 END = 257
-"""Token that ends the response; padding, too, where it has no effect."""
+"""Token that ends the response; also used as padding, where it has no effect."""
 VOCAB_SIZE = 258
 
 VALIDATION_SHARE = 10
 """One module in this number is held out for validation."""
 
 CLASSES = {"short": (1, 64), "medium": (64, 256), "long": (256, 1 << 30)}
-"""By name, the range of the number of an answer's loss tokens, without its end."""
+"""By name, the range of an answer's number of loss tokens, without its end."""
 
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages"}
@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def length(self) -> int:
-        """Positions that have a next token: one less than `tokens` has."""
+        """Number of positions that have a next token: one less than the number of `tokens`."""
         return len(self.prompt) + len(self.response) + 1
 
 
@@ -77,7 +77,7 @@ def library_root() -> Path:
 def modules(split: str, root: Path | None = None) -> list[str]:
     """Paths of the library's modules that belong to `split` ("train" or "valid"), sorted.
 
-    The split depends on a module's name alone, so no group is ever in both.
+    The split depends only on a module's name, so no group is ever in both.
     """
     root = root or library_root()
     names = (path.relative_to(root) for path in root.rglob("*.py"))
@@ -120,7 +120,7 @@ def samples(split: str, seed: int, max_length: int, per_module: int) -> Iterator
 
     Every epoch visits the modules in a new order and draws up to `per_module` functions of each.
     A pair longer than `max_length` positions is left out, never cut. Modules are read when their
-    turn comes, so a short run parses a small part of the library.
+    turn comes, so a short run parses only a small part of the library.
     """
     rng = random.Random(f"{split} {seed}")
     names = modules(split)
@@ -142,9 +142,9 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
 
     Every sample takes its length rounded up to a multiple of `pad_to` (of 2 * cp_size, so that each
     context-parallel rank gets two equal chunks of it), and none is longer than `longest`. Packs are
-    filled in stream order, so that consecutive packs share prompt groups. Megatron's sampler gives
-    these to different data-parallel ranks and microbatches. With a ``pad_to`` of ``seq_length``, an
-    item is a row of one sample: all have one length, so that a microbatch can have several.
+    filled in stream order, so consecutive packs share prompt groups; Megatron's sampler gives them
+    to different data-parallel ranks and microbatches. With a ``pad_to`` of ``seq_length``, an item
+    is a row with one sample: all have the same length, so a microbatch can have several.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class PackedPairs(Dataset[dict[str, Tensor]]):
         return self._packs[index]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """A pack of S samples in T positions, padding included.
+        """A pack of S samples in T positions, including padding.
 
         tokens, labels, position_ids int64 [T]; loss_mask fp32 [T], 1 where the *label* belongs to
-        the response; prompt_ids int64 [S]. But for rows also cu_seqlens (real) and
-        cu_seqlens_padded int32 [S + 1]; max_seqlen int32 [].
+        the response; prompt_ids int64 [S]. Packs also have cu_seqlens (real) and cu_seqlens_padded
+        int32 [S + 1]; max_seqlen int32 [].
         """
         pack = self._packs[index]
         lengths = [pair.length for pair in pack]

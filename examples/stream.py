@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/stream.py --cpu      # or without --cpu, on GPUs
 
-Each rank trains the prompts that reach it, in chunks as they arrive: nobody knows beforehand how many
-there will be. The loss itself leaves out tokens that are too unlikely. The example proves that the
-gradient is that of one process that has the whole step, whatever the order and the chunks are.
+Each rank trains the prompts that reach it, in chunks as they arrive; their number is not known
+beforehand. The loss itself leaves out tokens that are too unlikely. The example proves that the
+gradient equals that of one process with the whole step, whatever the order and the chunks.
 
-The model and the losses are those of `custom_loop.py`.
+The model and the losses come from `custom_loop.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.mcore import LossHook, MaskedLosses, TokenLoss
 
-UNLIKELY = 4.0  # a loss from which on a token is left out
+UNLIKELY = 4.0  # tokens with at least this loss are left out
 
 
 def is_trusted(losses: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, To
 
 
 def arriving(whole: Batch, step: int) -> Iterator[list[Batch]]:
-    """The prompts of this rank, in chunks: of another number, size and order in every step."""
+    """The prompts of this rank, in chunks that differ in number, size and order in every step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     order = random.Random(step)
     prompts = list(range(PROMPTS))

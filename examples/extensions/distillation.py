@@ -1,4 +1,4 @@
-"""A teacher's loss beside the language loss, with the same weights of tokens.
+"""A teacher's loss in addition to the language loss, with the same token weights.
 
 In a launch, from the root of this repository:
 
@@ -20,8 +20,8 @@ second sum, and ``loss``, both together; ``<mode> loss`` is the first sum, and `
 mean of the language loss over tokens.
 
 The script's loss function masks, adds up and mixes both losses. The hook calls it without gradients
-for its report. While it runs, `Distillation` records the teacher's token losses before they are
-added up, with gradients.
+for its report. While it runs, `Distillation` records the teacher's token losses, with gradients,
+before they are added up.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ _ROUNDING = 16
 class Distillation(Extension):
     """Adds the losses of Megatron's ``LossFuncCallable`` or of ModelOpt's ``compute_kd_loss``.
 
-    Evaluations are left as they are, since Megatron has no teacher in them. Losses that extensions
-    before this one have added are multiplied by ``1 - alpha``, too.
+    Evaluations are unchanged, since Megatron has no teacher in them. Losses that earlier extensions
+    have added are also multiplied by ``1 - alpha``.
 
     Args:
-        alpha: the share of the teacher, as in the script's loss function; by default from Megatron's
+        alpha: the teacher's share, as in the script's loss function; by default from Megatron's
             flags: ``--logits-load-kd-loss-alpha``, or 1 with ``--export-kd-teacher-load`` (ModelOpt's
             default).
 
     Raises:
-        OptionError: in a call: a hook of several terms, or flags without a teacher.
-        HostError: in a call: a loss function that is not the weighted sum of both losses.
+        OptionError: in a call, the hook has several terms, or the flags name no teacher.
+        HostError: in a call, the loss function is not the weighted sum of both losses.
     """
 
     def __init__(self, alpha: float | None = None) -> None:
         self._alpha = alpha
         self._has_compared = False
         # The teacher's losses of this microbatch before their reduction, [samples, seq], and True if
-        # they cover this rank's part of the vocabulary alone.
+        # they cover only this rank's part of the vocabulary.
         self._recorded: list[tuple[Tensor, bool]] = []
 
     @contextlib.contextmanager
@@ -76,14 +76,14 @@ class Distillation(Extension):
         if self._alpha is None:
             self._alpha = _alpha_from_flags()
         _check_call(call)
-        self._recorded.clear()  # they may be those of a call that failed
+        self._recorded.clear()  # there may be losses from a call that failed
         with _recording(self._recorded):
             yield
 
     def on_loss(self, microbatch: MicrobatchLoss) -> None:
         if not microbatch.call.trains:
             return
-        assert self._alpha is not None  # in a call
+        assert self._alpha is not None  # during a call
         ((name, term),) = microbatch.terms.items()
         if microbatch.stock_loss is None:
             raise HostError(
@@ -134,7 +134,7 @@ def _check_call(call: Call) -> None:
 def _kd_losses(recorded: list[tuple[Tensor, bool]]) -> Tensor:
     """The teacher's token losses over the whole vocabulary, [samples, seq], on every rank.
 
-    The gradient of a part needs no further sum: its softmax sums over ranks in the backward pass, too.
+    The gradient of a part needs no further sum, since its softmax also sums over ranks in backward.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
@@ -163,7 +163,8 @@ def _check_mixture(
     """Raise HostError unless the script's loss is the masked sum of both losses. Waits for the device.
 
     Returns:
-        True if another alpha would not have fit. Any fits while the student is still its teacher.
+        True if a different alpha would not have fit. Any alpha fits while the student equals its
+        teacher.
     """
     mask, language, kd = (x.detach().reshape(-1).double() for x in (mask, language, kd))
     mixture = (1 - alpha) * language + alpha * kd
@@ -202,8 +203,8 @@ def _recording_cached(
     compute: Callable[..., Tensor], recorded: list[tuple[Tensor, bool]]
 ) -> Callable[..., Tensor]:
     def call(self: Any, student_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Before this call Megatron's cross entropy may have written into them. A write of the
-        # distillation loss itself comes later.
+        # Before this call, Megatron's cross entropy may have written into the logits. The
+        # distillation loss itself writes later.
         if student_logits.dtype == torch.float32 and student_logits._version:
             raise HostError(
                 "distillation needs the student's logits, got fp32 ones, which Megatron's cross entropy "

@@ -11,8 +11,9 @@ In a loop:
     hook = LossHook(LossAggregation(mode="prompt_mean"), extensions=[RouterLosses()])
 
 Let ``a_k`` be the auxiliary loss of microbatch ``k`` as Megatron defines it, over all tensor- and
-context-parallel ranks, ``T_k`` the tokens that a router sees in it, and ``T`` their sum over all
-microbatches of all data-parallel ranks. Each layer and each kind of loss adds to the step's loss
+context-parallel ranks, ``T_k`` the number of tokens that a router sees in it, and ``T`` the sum of
+``T_k`` over all microbatches of all data-parallel ranks. Each layer and each kind of loss adds to
+the step's loss
 
     L = sum_k T_k / T * a_k
 
@@ -47,23 +48,23 @@ _UNKNOWN = -1
 
 
 class RoutedTokens(NamedTuple):
-    """Numbers of tokens that routers see."""
+    """The numbers of tokens that routers see."""
 
     by_microbatch: Sequence[int]  # T_k, for this data-parallel rank's microbatches
     total: int  # T
     model_tokens: int  # the step's tokens, as Megatron counts them
 
     def in_call(self, first: int, end: int) -> RoutedTokens:
-        """Those of a call, of the step's microbatches ``first`` to ``end``."""
+        """The numbers for a call with the step's microbatches from ``first`` up to ``end``."""
         return self._replace(by_microbatch=self.by_microbatch[first:end])
 
 
 class RouterLosses(Extension):
-    """Weighs the auxiliary losses of routers in training by tokens over the whole step.
+    """Weights the auxiliary losses of routers in training by tokens over the whole step.
 
     Raises:
-        HostError: in a call: losses that cannot be exact; microbatches that would need different
-            weights at once; or routers that saw other tokens than planned.
+        HostError: in a call, losses cannot be exact, microbatches would need different weights at
+            once, or routers saw other tokens than planned.
     """
 
     scaled_losses = ("moe",)
@@ -101,7 +102,7 @@ class RouterLosses(Extension):
         self._has_compared = True
 
     def _raise_on_all_ranks(self, conflict: str | None) -> None:
-        """Raise HostError for the first rank's conflict; after the first step, on that rank alone."""
+        """Raise HostError for the first rank's conflict; after the first step, only there."""
         conflicts = [conflict]
         if not self._has_compared:  # later steps should not make ranks wait for each other
             conflicts = [None] * dist.get_world_size()
@@ -135,7 +136,7 @@ def _check_call(call: Call) -> None:
             "RouterLosses."
         )
     num_ranks = call.scale.data_parallel_size
-    # One kind, or a list of kinds.
+    # The setting is one kind, or a list of kinds.
     if num_ranks > 1 and "global_aux_loss" in call.config.moe_router_load_balancing_type:
         raise HostError(
             f"RouterLosses needs aux_loss or seq_aux_loss, got global_aux_loss over {num_ranks} "
@@ -166,7 +167,7 @@ def _planned_tokens(call: Call, plans: Mapping[str, StepPlan] | None) -> RoutedT
 
 
 def _weights_conflict(call: Call, tokens: RoutedTokens) -> str | None:
-    """An error where one weight would have to serve for microbatches of several sizes."""
+    """An error if microbatches of different sizes would have to share one weight."""
     # Backward passes may run after the forward pass of a later microbatch.
     is_pipelined = dist.get_world_size(call.groups.pp) > 1 or len(call.chunks) > 1
     sizes = sorted({*tokens.by_microbatch})
@@ -180,7 +181,7 @@ def _weights_conflict(call: Call, tokens: RoutedTokens) -> str | None:
 
 
 def _weights(call: Call, tokens: RoutedTokens) -> list[float]:
-    """Factor of each microbatch's losses, beside Megatron's averaging."""
+    """Factor of each microbatch's losses, in addition to Megatron's averaging."""
     # Megatron averages these losses even if it only adds up the main loss (``loss_is_normalized``).
     scale = dataclasses.replace(call.scale, normalized=False)
     token_weight = scale.inverse(tokens.model_tokens) / max(tokens.total, 1)
@@ -190,7 +191,7 @@ def _weights(call: Call, tokens: RoutedTokens) -> list[float]:
 
 
 def _scale(call: Call, weights: Sequence[float], used_weights: list[float]) -> Tensor:
-    """Megatron's scale of every loss, times the next weight; that is added to ``used_weights``."""
+    """Megatron's scale of every loss, times the next weight, which is added to ``used_weights``."""
     used_weights.append(weights[len(used_weights) % len(weights)])
     one = torch.ones(1, device=next(call.chunks[0].parameters()).device)
     scale_loss = call.config.grad_scale_func
@@ -223,7 +224,7 @@ def _observed_routers(call: Call, seen: list[Tensor | int]) -> Iterator[None]:
 
 
 def _tokens_conflict(seen: Sequence[Tensor | int], tokens: RoutedTokens) -> str | None:
-    """An error where routers saw other tokens than planned."""
+    """An error if routers saw other tokens than planned."""
     planned = sorted({*tokens.by_microbatch})
     others = sorted({int(number) for number in seen} - {*planned})
     if not others:

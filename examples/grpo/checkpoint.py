@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run computes the same bits."""
+"""Checkpoints: a resumed run gives bitwise identical results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from examples.grpo.options import Options
 def save(folder: Path, step: int, options: Options, state: dict[str, Any]) -> None:
     """Write ``state`` after ``step`` steps. Every rank must call.
 
-    Rank 0 writes for all: without tensor or pipeline parallelism, and without a distributed
-    optimizer, every rank holds the same. A file appears whole or not at all.
+    Rank 0 writes for all ranks: without tensor or pipeline parallelism, and without a distributed
+    optimizer, every rank has the same state. A file appears complete or not at all.
     """
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def load(folder: Path, options: Options) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is that of a run with other flags.
+        ValueError: it is from a run with other flags.
     """
     checkpoints = sorted(folder.glob("step_*.pt"))
     if not checkpoints:

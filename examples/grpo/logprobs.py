@@ -4,11 +4,11 @@ Shapes: logits are [..., vocab / tp] in any memory layout, labels and results [.
 fp32, or fp64 for fp64 logits, and the same on all tensor-parallel ranks. In the backward pass every
 rank gets the gradient of its shard.
 
-The functions do not change the logits. They save them, and in the backward pass compute the softmax
-once more. Temporaries of vocabulary size exist for 1 / `_CHUNKS` of the tokens at a time.
+The functions do not change the logits. They save the logits and compute the softmax again in the
+backward pass. Temporaries of vocabulary size exist for 1 / `_CHUNKS` of the tokens at a time.
 
-With more than one tensor-parallel rank each call waits for the device once, to refuse logits that
-were gathered.
+With more than one tensor-parallel rank, each call waits for the device once, to refuse gathered
+logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _CHUNKS = 32
-_MIN_LOG_PROB = -1e4  # replaces -inf: its exp is 0, too, and 0 times it is not NaN
+_MIN_LOG_PROB = -1e4  # replaces -inf: its exp is also 0, but 0 times it is not NaN
 
 
 def vocab_parallel_log_probs(
@@ -44,17 +44,17 @@ def vocab_parallel_log_probs(
     """``log softmax(logits / temperature)[label]``, [...].
 
     At temperature 1 this is the negative of Megatron's ``vocab_parallel_cross_entropy``. A token
-    without an incoming gradient gets the gradient 0, even if its logits are NaN.
+    without an incoming gradient gets gradient 0, even if its logits are NaN.
 
     Args:
         labels: integers [...], indices into the whole vocabulary, the same on all tensor-parallel
             ranks.
-        temperature: above 0, that of the rollout.
+        temperature: the rollout's temperature, above 0.
         group: tensor-parallel process group; default: Megatron's.
 
     Raises:
         OptionError: a shape or dtype does not fit, or the temperature is not > 0.
-        HostError: every tensor-parallel rank has the same logits, so they were gathered, as with
+        HostError: all tensor-parallel ranks have the same logits, so they were gathered, as with
             ``parallel_output=False``. Raised on all ranks.
     """
     return vocab_parallel_log_probs_and_entropy(logits, labels, temperature, group)[0]
@@ -65,7 +65,7 @@ def vocab_parallel_entropy(
 ) -> Tensor:
     """``-sum_v p_v log p_v`` with ``p = softmax(logits / temperature)``, [...].
 
-    A logit of -inf contributes 0. Arguments and Raises are those of `vocab_parallel_log_probs`.
+    A logit of -inf contributes 0. Arguments and errors are as in `vocab_parallel_log_probs`.
     """
     check_tensors(OptionError, "floating-point", logits=logits)
     any_label = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
@@ -80,7 +80,7 @@ def vocab_parallel_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """`vocab_parallel_log_probs` and `vocab_parallel_entropy`, from one softmax.
 
-    Arguments and Raises are those of `vocab_parallel_log_probs`.
+    Arguments and errors are as in `vocab_parallel_log_probs`.
     """
     check_tensors(OptionError, "floating-point", logits=logits)
     if labels.shape != logits.shape[:-1] or labels.is_floating_point():
@@ -99,7 +99,7 @@ def vocab_parallel_log_probs_and_entropy(
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
-    """Numbers by token are columns, [tokens, 1], beside logits, [tokens, vocab / tp]."""
+    """Values by token are columns, [tokens, 1]; logits are [tokens, vocab / tp]."""
 
     @staticmethod
     def forward(
@@ -179,8 +179,8 @@ def _refuse_gathered(top_by_rank: Tensor, sum_exp_by_rank: Tensor, shard: int) -
         return
     is_same = (top_by_rank == top_by_rank[0]) & (sum_exp_by_rank == sum_exp_by_rank[0])
     is_same = is_same.all(dim=0)
-    # Tokens with NaN do not count, nor those with equal logits (an output layer of zeros): they are
-    # the same on all ranks even if they are not gathered.
+    # Ignore tokens with NaN, and tokens with equal logits (an output layer of zeros), which are the
+    # same on all ranks even if they are not gathered.
     is_distinctive = sum_exp_by_rank.isfinite().all(dim=0) & (sum_exp_by_rank != shard).any(dim=0)
     if bool(is_distinctive.any() & (is_same | ~is_distinctive).all()):
         raise HostError(

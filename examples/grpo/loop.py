@@ -1,4 +1,4 @@
-"""The loop: sample, score, and several optimizer steps on what was sampled."""
+"""The loop: sample, score, and make several optimizer steps on the samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trainer:
         self.token_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def state(self) -> dict[str, Any]:
-        """All values that the next step depends on, beside the options and its number."""
+        """All values that the next step depends on, apart from the options and its number."""
         return {
             "policy": self.policy.module.state_dict(),
             "reference": self.reference.state_dict(),
@@ -46,14 +46,14 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over a result of `state`."""
+        """Restore a result of `state`."""
         self.policy.module.load_state_dict(state["policy"])
         self.reference.load_state_dict(state["reference"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.reload_model_params()
 
     def warm_up(self) -> None:
-        """A short supervised training; the reference is the model after it."""
+        """Train briefly with supervision; the resulting model is the reference."""
         rank, ranks = dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
         hook = loss.supervised_hook()
         number = self.options.prompts * self.options.answers
@@ -81,8 +81,8 @@ class Trainer:
             reports += self._optimize(
                 self.grpo, losses, rows.fields(), rows.lengths, rows.prompt_ids
             )
-        # Context-parallel ranks have the same answers, so those are counted over data-parallel ranks
-        # alone; but each has its part of the tokens.
+        # Context-parallel ranks have the same answers, so count those over data-parallel ranks only;
+        # but each rank has its own part of the tokens.
         return {
             **reduce_reports([batch.report()], self.data_group),
             **reduce_reports(reports, self.token_group),

@@ -23,7 +23,7 @@ from megatron_loss_agg.report import Max, Mean
 
 Report = dict[str, Mean | Max]
 Losses = Callable[[Tensor, Pack], tuple[dict[str, Tensor], Report]]
-"""(logits [1, local tokens, vocabulary], this rank's part of the pack) -> terms, report."""
+"""(logits [1, local tokens, vocabulary], this rank's part of the pack) -> (terms, report)."""
 
 
 def forward_step(

@@ -1,4 +1,4 @@
-"""The metrics of a run: a line of JSON and TensorBoard scalars a step, and a progress bar."""
+"""The metrics of a run: a JSON line and TensorBoard scalars per step, and a progress bar."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Log:
 
     Args:
         folder: for ``metrics.jsonl`` and ``tensorboard/``.
-        start: the first step. Metrics of this step and later ones are removed: an earlier run may
-            have gone on after its last checkpoint.
+        start: the first step. Metrics of this and later steps are removed, since an earlier run may
+            have continued after its last checkpoint.
         writes: True on the rank that writes; the others write nothing.
     """
 

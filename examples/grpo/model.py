@@ -60,7 +60,7 @@ def build(options: Options) -> Any:
         config,
         spec(),
         vocab_size=task.VOCAB_SIZE,
-        # With room for padding; not by the number of ranks, since the initial weights depend on it.
+        # Room for padding, the same for any number of ranks: initial weights depend on this length.
         max_sequence_length=task.PROMPT + task.MAX_ANSWER + 8,
         position_embedding_type="learned_absolute",
     ).cuda()

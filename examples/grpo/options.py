@@ -21,7 +21,7 @@ _MIN_VALUES = {
     "steps": 1,
     "save_every": 1,
     "prompts": 1,
-    "answers": 2,  # the advantage of a single one is 0
+    "answers": 2,  # the advantage of a single answer is 0
     "updates": 1,
     "warmup": 0,
     "context_parallel": 1,
@@ -81,7 +81,7 @@ class Options:
                 f"--prompts {self.prompts} cannot be dealt to --updates {self.updates} optimizer "
                 "steps; expected a multiple"
             )
-        # A sample is padded to what can be split over the context-parallel ranks.
+        # A sample is padded so that it can be split over the context-parallel ranks.
         multiple = 2 * self.context_parallel
         longest = -(-(task.PROMPT + task.MAX_ANSWER) // multiple) * multiple
         text = f"at least {longest}, the longest sample"
@@ -92,7 +92,7 @@ class Options:
             raise ValueError(f"{_as_flag(name)} {getattr(self, name)}; expected {expected}")
 
     def training(self) -> dict[str, Any]:
-        """The flags that a run's numbers depend on."""
+        """The flags that a run's results depend on."""
         return {k: v for k, v in vars(self).items() if k not in ("output", "resume", "save_every")}
 
 

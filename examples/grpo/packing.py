@@ -1,4 +1,4 @@
-"""Dynamic packing: answers of free length into microbatches of a bounded number of tokens."""
+"""Dynamic packing: answers of various lengths into microbatches of a bounded number of tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of ``lengths`` in bins that hold at most ``budget`` each: first fit, longest first.
 
     Raises:
-        ValueError: a length that fits in no bin.
+        ValueError: a length does not fit in any bin.
     """
     filled: list[list[int]] = []
     room: list[int] = []
@@ -42,7 +42,7 @@ def pack(fields: Mapping[str, Tensor], lengths: Tensor, prompt_ids: Tensor, mult
     """The rows of ``fields`` one after the other, each padded to a multiple of ``multiple``.
 
     Args:
-        fields: [rows, width] each, ``tokens`` among them; ``loss_mask`` is 0 beyond the length.
+        fields: [rows, width] each, including ``tokens``; ``loss_mask`` is 0 beyond the length.
             The width is a multiple of ``multiple``.
         lengths, prompt_ids: [rows].
     """
@@ -78,7 +78,7 @@ def padding_like(other: Pack, multiple: int) -> Pack:
     """A microbatch without a sample, for a rank that has fewer microbatches than the others.
 
     It is one row of ``multiple`` tokens with mask 0. The model must run on it, since the other ranks
-    wait in collectives. With ``cu_seqlens`` [0] it has no sample, so that no denominator counts it.
+    wait in collectives. With ``cu_seqlens`` [0] it has no samples, so no denominator counts it.
     """
     tokens = {
         name: value.new_zeros(1, multiple) for name, value in other.items() if value.dim() == 2
@@ -93,7 +93,7 @@ def padding_like(other: Pack, multiple: int) -> Pack:
 
 
 def is_padding(batch: Pack) -> bool:
-    """Whether ``batch`` was made by `padding_like`."""
+    """True if ``batch`` was made by `padding_like`."""
     return batch["prompt_ids"].numel() == 0
 
 
@@ -110,8 +110,8 @@ def microbatches(
 
     Args:
         fields, lengths, prompt_ids, multiple: as in `pack`.
-        group: the data-parallel ranks; None: this one alone. All call Megatron's schedule with the
-            same number of microbatches.
+        group: the data-parallel ranks; None: only this rank. All of them call Megatron's schedule
+            with the same number of microbatches.
     """
     padded = -(-lengths // multiple) * multiple
     packs = []

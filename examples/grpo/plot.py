@@ -1,4 +1,4 @@
-"""Plots of reward and answer length against the step, of one run or of several together.
+"""Plots of reward and answer length over steps, for one run or several together.
 
 python -m examples.grpo.plot OUTPUT RUN_FOLDER [RUN_FOLDER ...]
 """
@@ -21,7 +21,7 @@ WINDOW = 8  # steps; a single one is 16 prompts, some harder than others
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """The mean of the last ``window`` values at each value, or of those that there are."""
+    """At each value, the mean of the last ``window`` values, or of as many as there are."""
     return [
         sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))
     ]

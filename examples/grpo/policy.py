@@ -1,7 +1,7 @@
 """Losses of reinforcement learning by token, a few lines each, to copy into other loops.
 
-Every function takes tensors of one shape and returns one loss for each token; nothing is reduced.
-Log-probabilities at tokens outside of the mask must be finite: 0 times NaN is NaN in a gradient.
+Every function takes tensors of the same shape and returns one loss for each token, unreduced.
+Log-probabilities of tokens outside the mask must be finite: 0 times NaN is NaN in a gradient.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def cispo_loss(
 
 
 def truncated_importance_weight(log_ratio: Tensor, cap: float) -> Tensor:
-    """Factor of a token's loss for rollouts of an engine whose probabilities differ."""
+    """Factor of a token's loss, for rollouts from an engine with different probabilities."""
     return log_ratio.detach().exp().clamp(max=cap)
 
 
 def kl_k1(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Unbiased, may be negative. For rewards: as a loss its gradient has expectation 0."""
+    """Unbiased, may be negative. For rewards only: as a loss, its gradient has expectation 0."""
     return log_probs - reference_log_probs
 
 

@@ -17,9 +17,9 @@ from megatron_loss_agg.report import Mean
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Answers of one data-parallel rank, one a row. Shapes [rows, width] or [rows].
+    """Answers of one data-parallel rank, one per row. Shapes [rows, width] or [rows].
 
-    Values of the prediction of token ``t + 1`` are at position ``t``.
+    Values for the prediction of token ``t + 1`` are at position ``t``.
     """
 
     tokens: Tensor
@@ -32,7 +32,7 @@ class Rollouts:
     prompt_ids: Tensor
 
     def rows(self, indices: Tensor) -> Rollouts:
-        """The rows of these indices."""
+        """The rows with these indices."""
         return Rollouts(**{name: value[indices] for name, value in vars(self).items()})
 
     def fields(self) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def answer_mask(tokens: Tensor, lengths: Tensor) -> Tensor:
 
 
 def width_of(tokens: int) -> int:
-    """``tokens``, rounded up to a number that can be split over the context-parallel ranks."""
+    """``tokens``, rounded up so that it can be split over the context-parallel ranks."""
     multiple = 2 * parallel_state.get_context_parallel_world_size()
     return -(-tokens // multiple) * multiple
 
@@ -71,8 +71,8 @@ def width_of(tokens: int) -> int:
 def whole_logits(model: Any, tokens: Tensor) -> Tensor:
     """Logits of whole rows, the same on all context-parallel ranks.
 
-    Every rank computes its part and gets the others' by an all-gather. That copies, so the results
-    are equal to the bit.
+    Every rank computes its part and gets the other parts by an all-gather. That only copies, so the
+    results are bitwise identical.
 
     Args:
         tokens: [rows, width], a multiple of 2 * context-parallel size wide; the same on all ranks.
@@ -89,7 +89,7 @@ def noise(shape: tuple[int, ...], seed: int) -> Tensor:
     """Gumbel noise: ``argmax(log_probs + noise)`` is a sample.
 
     Drawn for the whole step at once, it does not depend on the number of ranks, and a resumed run
-    needs no state of a generator.
+    needs no generator state.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(shape, generator=generator).clamp_(min=1e-20)
@@ -104,7 +104,7 @@ def sample(model: Any, prompts: Tensor, gumbel: Tensor) -> tuple[Tensor, Tensor,
         gumbel: [rows, longest answer, vocabulary].
 
     Returns:
-        tokens [rows, width], with padding after the end; lengths [rows], prompt and end included;
+        tokens [rows, width], with padding after the end; lengths [rows], including prompt and end;
         log-probabilities of the sampled tokens [rows, width], at the position before each.
     """
     rows, prompt = prompts.shape

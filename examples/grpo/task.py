@@ -1,8 +1,8 @@
 """The task: sums of small numbers, answered in free form and checked exactly.
 
 A prompt is ``7+5``. An answer is any string that ends with the end token; its value follows its
-last ``=``, and the text before that does not count. So ``=12`` is right, and so is ``4+1=12``, only
-longer.
+last ``=``, and the text before that does not count. So ``=12`` is right, and so is ``4+1=12``,
+which is just longer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 DIGITS = "0123456789"
 TEXT = DIGITS + "+="
 END, PAD = len(TEXT), len(TEXT) + 1
-VOCAB_SIZE = 16  # the last two are never sampled on purpose: an even size splits over ranks
+VOCAB_SIZE = 16  # the last two tokens have no meaning: an even size splits over ranks
 
-MAX_ANSWER = 9  # tokens, the end included
+MAX_ANSWER = 9  # tokens, including the end
 PROMPT = 3  # tokens
 
 
@@ -31,7 +31,7 @@ def decode(tokens: list[int]) -> str:
 
 
 def prompts(number: int, largest: int, seed: int) -> list[str]:
-    """``number`` different sums of two digits up to ``largest``, drawn by ``seed``."""
+    """``number`` different sums of two digits up to ``largest``, drawn with ``seed``."""
     choices = [f"{left}+{right}" for left in range(largest + 1) for right in range(largest + 1)]
     return random.Random(seed).sample(choices, number)
 
@@ -41,7 +41,7 @@ def reward(prompt: str, answer: list[int]) -> float:
 
     Args:
         prompt: text of the prompt.
-        answer: tokens that were sampled, the end token included.
+        answer: the sampled tokens, including the end token.
     """
     if not answer or answer[-1] != END:
         return 0.0
@@ -51,7 +51,7 @@ def reward(prompt: str, answer: list[int]) -> float:
 
 
 def group_advantages(rewards: Tensor, answers: int) -> Tensor:
-    """``(reward - mean) / std`` over the answers to a prompt; 0 where all are the same.
+    """``(reward - mean) / std`` over the answers to a prompt; 0 if all rewards are the same.
 
     From DeepSeekMath (arXiv 2402.03300), section 4.1.
 
@@ -64,7 +64,7 @@ def group_advantages(rewards: Tensor, answers: int) -> Tensor:
 
 
 def examples(number: int, largest: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts with right answers for the warm-up; random text of random length comes before them."""
+    """Prompts with right answers for the warm-up, after random text of random length."""
     rng = random.Random(seed)
     pairs = []
     for _ in range(number):

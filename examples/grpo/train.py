@@ -19,7 +19,7 @@ def main() -> None:
         from megatron_loss_agg.mcore import cpu
 
         cpu.enable()
-    # Not before, since it imports Megatron: on a CPU the stand-ins for the device come first.
+    # Not earlier, since it imports Megatron: on a CPU the stand-ins for the device come first.
     import torch.distributed as dist
 
     from examples.grpo.loop import train
