@@ -13,7 +13,7 @@ import torch
 from benchmarks.results import Results, counted, line
 
 PARTS = ("plan", "counts", "loader", "startup", "path", "loss_function", "step")
-"""All but the first two change torch for the whole process. The loader precedes the others of these,
+"""All except the first two change torch for the whole process. The loader is the first of these,
 since it forks."""
 
 

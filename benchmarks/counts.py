@@ -1,20 +1,21 @@
 """Counts of the work that the hook adds to a microbatch's loss in stock Megatron.
 
-Unlike times, counts are the same on every machine. Counted in a step that is not the first one are
+Unlike times, counts are the same on every machine. The following are counted, in a step other than
+the first:
 
-- kernel launches: operations whose result lies on the device, without views, allocations and
-  copies from the host. Megatron's own scaling of the loss and the backward pass count, too;
+- kernel launches: operations with a result on the device, without views, allocations and copies
+  from the host, but with Megatron's own scaling of the loss and the backward pass;
 - uploads: copies from the host to the device;
 - waits: operations for which the host waits for the device, such as reading a value;
-- Python calls: of any Python functions, torch's too, inside the loss function that Megatron calls,
-  without those of the CPU stand-in for a GPU (`mcore/cpu`). Stock Megatron's are those of the
+- Python calls: of all Python functions, including torch's, inside the loss function that Megatron
+  calls, without those of the CPU stand-in for a GPU (`mcore/cpu`). For stock Megatron, that is the
   script's loss function; the hook calls it, too.
 
-A microbatch is any but the first of the step. The first one does more; its excess is a figure of its
-own, once a step.
+A microbatch is any except the first of the step. The first one does more; its excess is a separate
+figure, once per step.
 
-The device is that of `tests.device`: its tensors report an accelerator, and are in the memory of the
-CPU, so that every branch is that of a GPU. It has no backward pass; its operations are counted
+The device is from `tests.device`: its tensors report an accelerator but are in the CPU's memory, so
+that every branch is taken as on a GPU. It has no backward pass; that pass's operations are counted
 on the CPU, where all of them are on tensors that would be on the device.
 """
 
@@ -41,7 +42,7 @@ from tests.core.operations import Operations
 NUMBER = 4
 """Microbatches of a step."""
 SHAPE = 8, 128
-"""Samples, and tokens of each; counts are the same for any."""
+"""Number of samples, and of tokens in each; counts do not depend on them."""
 
 
 def measure(results: Results) -> None:
@@ -62,7 +63,7 @@ def measure(results: Results) -> None:
 
 
 def counts_of_steps(layout: str) -> tuple[Counter[str], Counter[str]]:
-    """All counts of a step, stock Megatron's and the hook's."""
+    """All counts of a step, for stock Megatron and for the hook."""
     log = contextlib.redirect_stdout(io.StringIO())
     with log, megatron.groups(), reruns_disabled():
         losses = CountedLosses(microbatch(*SHAPE, layout))
@@ -80,7 +81,7 @@ def counts_of_steps(layout: str) -> tuple[Counter[str], Counter[str]]:
 
 
 class CountedLosses(Losses):
-    """Steps of losses with one kind of work added to ``counts``.
+    """Steps of losses that add one kind of work to ``counts``.
 
     Names of counts begin with ``first_`` for the step's first microbatch.
     """
@@ -92,7 +93,7 @@ class CountedLosses(Losses):
         self._prefix = ""
 
     def count_next(self, kind: str) -> None:
-        """Count the ``calls`` or the ``backward`` pass; or the ``forward`` pass, on the device."""
+        """Count ``calls``, the ``backward`` pass, or the ``forward`` pass (on the device)."""
         self._counted = kind
         if kind == "forward":
             device.take()  # it cannot be given back
@@ -112,7 +113,7 @@ class CountedLosses(Losses):
         if self._counted == "calls":
             loss_func = CountedCalls(loss_func, self.counts, f"{self._prefix}calls")
         if self._counted == "backward":
-            with Operations():  # so that the graph is that of a device
+            with Operations():  # so that the graph is the same as on a device
                 return super().loss(model, output, loss_func, *call)
         before = {name: len(getattr(device, name)) for name in ("launches", "uploads", "waits")}
         loss = super().loss(model, output, loss_func, *call)
@@ -130,7 +131,7 @@ class CountedLosses(Losses):
 
 
 class CountedCalls:
-    """A loss function that adds its calls of Python functions to ``counts[name]``."""
+    """A loss function that adds the number of its Python calls to ``counts[name]``."""
 
     def __init__(self, function: Callable[..., Any], counts: Counter[str], name: str) -> None:
         self._function, self._counts, self._name = function, counts, name

@@ -14,12 +14,12 @@ from benchmarks.megatron import Batch, Training
 from benchmarks.results import Results
 
 NAMES = ("stock", "prefetch", "no prefetch")
-DELAY = 0.5  # of a batch, as a share of a microbatch's compute
+DELAY = 0.5  # per batch, as a share of a microbatch's compute
 ROUNDS = 5
 
 
 def measure(results: Results) -> None:
-    """Measure a loader that waits in the process, so that stock Megatron waits; and one in a worker."""
+    """Measure a loader that waits in the process, and so makes Megatron wait; and one in a worker."""
     with megatron.groups():
         from megatron.core import rerun_state_machine as rerun
 
@@ -49,12 +49,12 @@ def measure(results: Results) -> None:
 
 
 class Steps:
-    """Training steps of one kind, over a loader that goes on from step to step.
+    """Training steps of one kind, over a loader that continues from step to step.
 
     Args:
-        name: ``stock``; or the hook, as the flags install it (``prefetch``), or as in another loop
-            than Megatron's without a `Prefetch` (``no prefetch``).
-        workers: processes of the loader, each two batches ahead; 0: none.
+        name: ``stock``; or the hook, either as installed by the flags (``prefetch``), or as in a
+            loop other than Megatron's without a `Prefetch` (``no prefetch``).
+        workers: number of processes of the loader, each two batches ahead; 0: none.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Steps:
     ) -> None:
         self.name = name
         loader = DataLoader(dataset, batch_size=None)
-        # Set afterwards, since the stand-in for a GPU makes loaders without workers.
+        # Set these afterwards, since the stand-in for a GPU makes loaders without workers.
         loader.num_workers, loader.prefetch_factor = workers, 2 if workers else None
         self._data = _timed(iter(loader))
         options = {} if name == "stock" else {"prefetch": name == "prefetch"}
@@ -71,7 +71,7 @@ class Steps:
     def second(self) -> tuple[float, float]:
         """Wall-clock seconds of the second of two steps, and of its waits for batches.
 
-        The second, since its batches are drawn ahead behind the first.
+        The second is measured, since its batches are drawn ahead during the first.
         """
         self._training.run()
         begin, waited = time.perf_counter(), self._data.waited
@@ -80,7 +80,7 @@ class Steps:
 
 
 def _timed(loader: Iterator[Batch]) -> Any:
-    """Megatron's data iterator, as its training loop makes it; counts seconds in ``waited``."""
+    """Megatron's data iterator, as made by its training loop; counts seconds in ``waited``."""
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     class Timed(RerunDataIterator):

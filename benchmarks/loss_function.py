@@ -1,8 +1,8 @@
 """The cost of a microbatch's loss: the script's function in the hook, and in stock Megatron.
 
-Megatron's schedule code calls both, and scales their losses. The hook's time is that from the
-schedule's begin to the hook's return, with its checks and reports, and without the planning before.
-Its step is not the first one.
+Megatron's schedule code calls both and scales their losses. The hook's time is measured from the
+beginning of the schedule to the hook's return, including its checks and reports, but without the
+planning before. Its step is not the first one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUMBER = 8
 
 
 def measure(results: Results, gpu: bool = False) -> None:
-    """Measure every shape in rows and packs, with masks in fp32 as from loaders; one in bool, too."""
+    """Measure every shape in rows and packs with fp32 masks, as from loaders; one also in bool."""
     with megatron.groups(gpu), reruns_disabled():
         for shape in results.shapes.losses:
             for layout in LAYOUTS:
@@ -40,7 +40,7 @@ def measure(results: Results, gpu: bool = False) -> None:
 
 @contextlib.contextmanager
 def reruns_disabled() -> Iterator[None]:
-    """Turn off repeats of rejected microbatches: Megatron's default makes its loss function slower."""
+    """Turn off reruns of rejected microbatches, since they slow down Megatron's loss function."""
     from megatron.core import rerun_state_machine as rerun
 
     rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.DISABLED)
@@ -75,7 +75,7 @@ def _one_shape(results: Results, shape: tuple[int, int], layout: str, dtype: tor
 
 
 class PlanSize(Extension):
-    """Notes the size of a step's plan as it is sent to other ranks."""
+    """Notes the size of a step's plan in the form that is sent to other ranks."""
 
     bytes = 0
 
@@ -99,7 +99,7 @@ class Losses:
         self.leaves = [torch.randn(mask.shape).cuda().requires_grad_() for mask in self.masks]
         self._model = torch.nn.Identity()
         self._model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        # Scaling is measured on the device of the model's parameters, so it needs one.
+        # Scaling is measured on the device of the model's parameters, so the model needs one.
         self._model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1).cuda()))
 
     def stock(self) -> float:
@@ -108,7 +108,7 @@ class Losses:
         return self.run(self._schedule, lambda mask: functools.partial(stock, mask))
 
     def hooked(self, **options: Any) -> Callable[[], float]:
-        """The same with a hook of these options."""
+        """The same, with a hook with these options."""
         names = [f"term {i}" for i in range(self._terms)]
         hook = LossHook(MODE if self._terms == 1 else dict.fromkeys(names, MODE), **options)
 

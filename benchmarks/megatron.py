@@ -17,14 +17,14 @@ from benchmarks.shapes import MODE, SEED, Gpt, Step
 
 Batch = dict[str, Tensor]
 Data = list[Batch] | Iterator[Batch]
-LIMIT = timedelta(seconds=90)  # of a collective
+LIMIT = timedelta(seconds=90)  # for a collective
 
 
 @contextlib.contextmanager
 def groups(gpu: bool = False) -> Iterator[None]:
-    """Megatron's process groups over the ranks in the environment; over this one if there are none.
+    """Megatron's process groups over the ranks in the environment, or over only this rank.
 
-    Without ``gpu``, a CPU stands in for one from then on.
+    Without ``gpu``, a CPU stands in for a GPU from then on.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if gpu:
@@ -64,7 +64,7 @@ def divide(cp: int = 1) -> None:
 def build(gpt: Gpt, length: int, bf16: bool = False) -> Any:
     """A GPT in Megatron's DDP, for rows of ``length`` tokens, without kernels that need Apex.
 
-    With ``bf16`` its parameters are in bf16, and its gradients in fp32.
+    With ``bf16``, its parameters are in bf16 and its gradients in fp32.
     """
     from megatron.core import distributed
     from megatron.core.models.gpt import GPTModel
@@ -127,7 +127,7 @@ class Training:
     Args:
         hooked: with the plugin.
         data: the batches of every step, or an iterator over the batches of all steps.
-        optimizer: None: steps compute gradients alone.
+        optimizer: None: steps only compute gradients.
         options: arguments of the `LossHook`.
     """
 

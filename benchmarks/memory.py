@@ -1,4 +1,4 @@
-"""The peak memory of new tensors, counted by their storages on any device."""
+"""The peak memory of new tensors, from their storages on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that the operations inside make, until each is freed.
+    """Counts each storage made by the operations inside, until it is freed.
 
     Attributes:
         now: bytes alive; storages that existed before count from their first use.

@@ -3,14 +3,15 @@
     python -m benchmarks.path [--show]
 
 A tiny GPT trains on rows on two data-parallel ranks, on the real Megatron-Core. The last of several
-steps, an ordinary one, is traced on the first rank. Counted are the functions of the package that
-run (properties, too; no lambdas or generator expressions), their files, their calls, the classes of
-these methods, and the moves: calls from one file into another. The stand-in for a GPU is left out.
+steps, an ordinary one, is traced on the first rank. The trace counts the functions of the package
+that run (including properties, without lambdas and generator expressions), their files, their
+calls, the classes of the methods, and the moves: calls from one file into another. The stand-in for
+a GPU is left out.
 
-Counted are also the lines that run, as a share of the code of the entered files. A line is one with
-instructions of a function's body: not its ``def`` line, no docstring, nothing at the top level of a
-module or class; a statement over several lines may count several times. The other lines are code of
-rarer runs that stands in everybody's way. ``--show`` lists them by file.
+It also counts the lines that run, as a share of the code of the entered files. A line counts if it
+has instructions of a function's body: not the ``def`` line, a docstring, or the top level of a
+module or class; a statement over several lines may count several times. The other lines are code
+for rarer runs that is in everybody's way. ``--show`` lists them by file.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ PACKAGE = Path(megatron_loss_agg.__file__).parent
 STEP = Step(microbatches=2, rows=2, length=16)
 RANKS = 2
 STEPS_BEFORE = 3
-"""Before the traced step, since the first one has more checks."""
+"""Number of steps before the traced one, since the first step has more checks."""
 _OUTSIDE = ""
 """Stands for the file of code outside the package."""
 
 
 class Watch:
-    """Traces calls inside of a context.
+    """Traces calls inside a context.
 
     Attributes:
         calls: numbers of calls by file and function.
@@ -60,7 +61,7 @@ class Watch:
         self.moves: Counter[tuple[str, str]] = Counter()
         self.classes: set[str] = set()
         self.lines: defaultdict[str, set[int]] = defaultdict(set)
-        self._files: list[str] = []  # of the functions that are running, the innermost last
+        self._files: list[str] = []  # files of the running functions, innermost last
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -121,7 +122,7 @@ def _functions(code: CodeType) -> Iterator[CodeType]:
     """All functions inside, at any depth."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            if constant.co_flags & inspect.CO_OPTIMIZED:  # no class body
+            if constant.co_flags & inspect.CO_OPTIMIZED:  # not a class body
                 yield constant
             yield from _functions(constant)
 
@@ -191,7 +192,7 @@ def _show(watch: Watch) -> None:
 
 
 def _ranges(lines: set[int], ran: set[int]) -> str:
-    """The lines that did not run, neighbours as one range."""
+    """The lines that did not run, with consecutive lines as one range."""
     ranges = []
     for did_run, neighbours in groupby(sorted(lines), key=lambda line: line in ran):
         first, *_, last = [*neighbours] * 2

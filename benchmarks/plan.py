@@ -1,8 +1,8 @@
 """Planning a step: the masks of one rank, and the exchange of the samples of many ranks.
 
-The exchange is that of one rank of a process group of the stated size, in one process. The parts of
-the other ranks were recorded before, in the same way. So its time is the work of a rank, without the
-network.
+The exchange is run in one process, for one rank of a process group of the stated size. The parts of
+the other ranks were recorded beforehand in the same way, so the time is one rank's work, without
+the network.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _exchange(results: Results, samples: int, ranks: int) -> None:
 
 
 def _planning(samples: int, ranks: int, rank: int, group: Any) -> Callable[[], StepPlan]:
-    """Plans one rank's samples, from the sums of their masks; prompts have 8 samples."""
+    """Plans one rank's samples from their mask sums; prompts have 8 samples."""
     number = samples // ranks
     sums = (1 + torch.arange(number, dtype=torch.float64)).chunk(NUMBER)
     ids = ((rank * number + torch.arange(number)) // 8).chunk(NUMBER)
@@ -87,7 +87,7 @@ def _planning(samples: int, ranks: int, rank: int, group: Any) -> Callable[[], S
 
 @contextlib.contextmanager
 def _fake_group(ranks: int) -> Iterator[Any]:
-    """This process as the first rank of a process group without the others."""
+    """This process as the first rank of a process group, without the other ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield dist.group.WORLD
@@ -106,7 +106,7 @@ def _gathering_by(gather: Callable[..., None]) -> Iterator[None]:
 
 
 class _SentAll(BaseException):
-    """A rank sent both of its rows."""
+    """Raised when a rank has sent both of its rows."""
 
 
 def _row(planning: Callable[[], StepPlan]) -> list[Tensor]:
@@ -114,7 +114,7 @@ def _row(planning: Callable[[], StepPlan]) -> list[Tensor]:
     sent: list[Tensor] = []
 
     def gather(output: Tensor, row: Tensor, **_: Any) -> None:
-        """Record the row, and gather as if all ranks had sent it."""
+        """Record the row and gather as if all ranks had sent it."""
         if len(sent) < 2:
             sent.append(row.clone())
         if len(sent) == 2:
@@ -130,7 +130,7 @@ class Exchange:
     """Two all-gathers in turn, of recorded rows.
 
     Attributes:
-        sent_bytes: bytes that a rank sends in both together.
+        sent_bytes: bytes that a rank sends in both gathers together.
     """
 
     def __init__(self, rows: list[list[Tensor]]) -> None:
@@ -145,7 +145,7 @@ class Exchange:
 
 
 def _padded(rows: tuple[Tensor, ...]) -> Tensor:
-    """[ranks, n]: the rows, padded to the length of the longest, as ranks pad them."""
+    """[ranks, n]: the rows, padded to the length of the longest, like the ranks pad them."""
     padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row

@@ -17,16 +17,16 @@ Work = Callable[[], object]
 
 
 class CannotRun(Exception):
-    """A part needs something that this machine lacks, named in the text."""
+    """A part needs something that this machine lacks; the text names it."""
 
 
 class Results:
-    """Figures, failures, and parts that could not run; written at every addition, in case of a crash.
+    """Figures, failures, and parts that could not run; written after each, in case of a crash.
 
     Args:
         path: the JSON file to write.
-        quick: measure small shapes once, as a trial, and compare no times with goals.
-        clock: a time in seconds; by default this thread's CPU time.
+        quick: measure small shapes once, as a trial, without comparing times with goals.
+        clock: returns a time in seconds; by default this thread's CPU time.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Results:
         """Record and print a figure.
 
         Args:
-            goal: name in `GOALS` of the upper limit; empty: none.
+            goal: the name of the upper limit in `GOALS`; empty: no limit.
             noise: the difference between repetitions, at 95 percent.
         """
         limit = GOALS[goal] if goal and (goal in QUICK_GOALS or not self.quick) else None
@@ -70,7 +70,7 @@ class Results:
         self.rows[kind].append(row)
         print(line(row) if kind == "figures" else f"{kind}: {row}", flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".new")  # the process may be killed while it writes
+        unfinished = self.path.with_suffix(".new")  # the process may be killed while writing
         unfinished.write_text(json.dumps(self.rows, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(self.path)
 
@@ -84,7 +84,7 @@ class Results:
         return self.clock() - begin
 
     def least_seconds(self, functions: Sequence[Work], rounds: int) -> list[float]:
-        """The least seconds of each function over some rounds.
+        """The shortest time of each function over some rounds, in seconds.
 
         Other work on the machine can only add to a time.
         """
@@ -98,7 +98,7 @@ class Results:
     ) -> tuple[float, float]:
         """Median seconds of ``base``, and median ratio of ``other`` to it; both return seconds.
 
-        They alternate, so that other work on the machine slows both. The first rounds do not count.
+        They alternate, so that other work on the machine slows both. The first rounds are ignored.
         """
         pairs = [(base(), other()) for _ in range(3 + self.rounds(rounds))][3:]
         ratios = [ours / theirs for theirs, ours in pairs]
@@ -106,7 +106,7 @@ class Results:
 
 
 def verdict_of(value: float, goal: float, noise: float = 0.0) -> str:
-    """``met`` or ``missed``; ``undecided`` if the goal lies within the noise."""
+    """``met`` or ``missed``; ``undecided`` if the goal is within the noise."""
     if value + noise <= goal:
         return "met"
     return "undecided" if value - noise <= goal else "missed"

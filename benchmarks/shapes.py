@@ -12,7 +12,7 @@ from megatron_loss_agg import LossAggregation
 SEED = 1234
 LAYOUTS = ("rows", "packs")
 MODE = LossAggregation(mode="prompt_mean")
-"""One mode for all measurements, since modes differ in one number a sample alone."""
+"""One mode for all measurements, since modes differ only in one number per sample."""
 
 
 class Gpt(NamedTuple):
@@ -31,11 +31,11 @@ class Step(NamedTuple):
 
 
 TINY = Gpt(layers=1, hidden=32, heads=2, vocabulary=64)
-"""Steps of this model are so short that the time that the hook adds exceeds the noise."""
+"""Steps of this model are so short that the time added by the hook exceeds the noise."""
 
 
 class Shapes(NamedTuple):
-    """Shapes of the measurements; pairs are numbers of samples, and of tokens of each on average."""
+    """Shapes of the measurements; pairs are a number of samples and the average tokens of each."""
 
     losses: tuple[tuple[int, int], ...] = ((8, 128), (64, 1024), (4096, 64))
     bool_mask: tuple[int, int] = (64, 1024)  # one of `losses`
@@ -48,12 +48,12 @@ class Shapes(NamedTuple):
     growth: tuple[tuple[str, tuple[int, ...]], ...] = (
         ("microbatches", (4, 16, 64, 256)),
         ("terms", (1, 2, 4, 8)),
-        ("samples", (64, 1024, 4096, 16384)),  # of a microbatch; of 16 tokens
+        ("samples", (64, 1024, 4096, 16384)),  # per microbatch; each has 16 tokens
     )
 
 
 SMALL = 2**14
-"""A microbatch of fewer tokens is small: most of its time is Python's."""
+"""A microbatch with fewer tokens is small: Python takes most of its time."""
 
 FULL = Shapes()
 QUICK = Shapes(
@@ -72,27 +72,27 @@ GPU_WAITS = Gpt(layers=2, hidden=256, heads=4, vocabulary=1024), Step(4, 2, 128)
 
 GOALS = {
     # As a multiple of the time of stock Megatron's loss function. The hook runs that function, too.
-    # Beside it a token's weight is written and read once; weights and masks are added up once, for
-    # the checks after the step. Small rows pay for Python alone, packs for an index of every token.
+    # In addition, a token's weight is written and read once; weights and masks are added up once,
+    # for the checks after the step. Small rows pay only for Python; packs, for every token's index.
     "rows": 2.7,
     "small_rows": 2.9,
     "packs": 3.5,
-    # As a multiple of masked means, forward and backward. Masks are counted in fp64, and those of
-    # packs are copied for it.
+    # As a multiple of masked means, forward and backward. Masks are counted in fp64, and the masks
+    # of packs are copied for that.
     "weighed_rows": 5.0,
     "weighed_packs": 8.0,
     "plan_ms": 5.0,
     "exchange_ms_65536": 40.0,  # of one rank's time, with the samples of 4,096 ranks
     "exchange_ms_1048576": 250.0,
-    "handed_on": 33.0,  # bytes a sample
-    "launches_rows": 12,  # a microbatch, added to those of stock Megatron's loss
+    "handed_on": 33.0,  # bytes per sample
+    "launches_rows": 12,  # per microbatch, added to those of stock Megatron's loss
     "launches_packs": 20,
-    "uploads": 0,  # added, a microbatch
+    "uploads": 0,  # added per microbatch
     "waits": 0,
     "calls": 60,  # of Python functions, by the loss function
     "step_waits": 1,
     "entered_files": 16,  # by an ordinary step
-    "rare_lines": 0.55,  # share of their code that it does not run
+    "rare_lines": 0.55,  # share of these files' code that the step does not run
     "growth": 1.2,  # as a multiple of linear growth
     "added_ms": 3.3,
     "step": 0.0035,  # added, as a share of stock Megatron's step
@@ -102,16 +102,16 @@ GOALS = {
     "gradient": 2.0,  # as a multiple of the error of one unsplit process
     "gpu_step": 1.005,  # as a multiple of stock Megatron's step
     "gpu_memory": 1.001,  # as a multiple of stock Megatron's peak
-    "gpu_waits": 1,  # waits of the CPU for the GPU, a step, added to stock Megatron's
+    "gpu_waits": 1,  # waits of the CPU for the GPU per step, added to stock Megatron's
     "gpu_waits_of_masks": 2,  # the same with masks on the GPU
 }
 COUNTS = ("launches_rows", "launches_packs", "uploads", "waits", "calls", "step_waits")
 QUICK_GOALS = ("gradient", *COUNTS)
-"""The goals that do not depend on shapes: compared in a quick run, too."""
+"""The goals that do not depend on shapes, which are also compared in a quick run."""
 
 
 def microbatch(samples: int, length: int, layout: str) -> dict[str, Tensor]:
-    """A batch as from a data loader, with the first part of every sample masked, as a prompt is.
+    """A batch as from a data loader, with the first part of every sample masked like a prompt.
 
     ``loss_mask`` is fp32: [samples, length] in rows; [tokens] in packs, with the same number of
     tokens in samples of heavy-tailed length (Pareto, exponent 2).

@@ -1,4 +1,4 @@
-"""The time that the hook adds to a training step on the real Megatron-Core, by its size."""
+"""The time that the hook adds to a training step on the real Megatron-Core, by step size."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from benchmarks.results import Results
 from benchmarks.shapes import TINY, Gpt, microbatch
 
 GROWTH_FROM: dict[str, Any] = {"microbatches": 4, "terms": 1, "samples": 64}
-GROWTH_TOKENS = 16  # of a sample
+GROWTH_TOKENS = 16  # per sample
 
 
 def measure(results: Results) -> None:
-    """Measure whole steps, with reading, planning, checks and reports."""
+    """Measure whole steps, including reading, planning, checks and reports."""
     with megatron.groups():
         _training_steps(results)
         with reruns_disabled():
@@ -42,11 +42,11 @@ def _training_steps(results: Results) -> None:
 
 
 def _added(results: Results, gpt: Gpt, rounds: int, **options: Any) -> tuple[float, float]:
-    """CPU seconds of a stock step, and seconds that the hook adds to it; medians."""
+    """CPU seconds of a stock step, and seconds that the hook adds to it: medians."""
     step = results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
     for i, batch in enumerate(data):
-        # One prompt in each microbatch, as a step that is counted at its end needs.
+        # One prompt in each microbatch, as required in a step that is counted at its end.
         batch["prompt_ids"] = torch.full_like(batch["prompt_ids"], i)
     stock = Training(False, ddp, step, data).run
     hooked = Training(True, ddp, step, data, **options).run
@@ -58,14 +58,14 @@ def _added(results: Results, gpt: Gpt, rounds: int, **options: Any) -> tuple[flo
 
 
 def _seconds(function: Callable[[], object]) -> float:
-    """CPU seconds of the whole process, with its threads."""
+    """CPU seconds of the whole process, including its threads."""
     begin = time.process_time()
     function()
     return time.process_time() - begin
 
 
 def _growth(results: Results, axis: str, numbers: tuple[int, ...]) -> None:
-    """Measure a row of sizes, and the growth from each to the next."""
+    """Measure a series of sizes, and the growth from each to the next."""
     before = None
     for number in numbers:
         added = _added_to_losses(results, **{**GROWTH_FROM, axis: number})

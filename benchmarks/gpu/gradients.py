@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
 
 def run(results: Results, seconds: float) -> None:
-    """Compare on one rank; on two, with data and then with context parallelism."""
+    """Compare on one rank, then on two with data and with context parallelism."""
     two = os.environ["WORLD_SIZE"] == "2"
     worlds = {"DP 2": (2, 1), "CP 2": (1, 2)} if two else {"one rank": (1, 1)}
     losses = [*product(("token_mean", "prompt_mean", "constant"), ("fractional", "01"))]
@@ -56,13 +56,13 @@ def run(results: Results, seconds: float) -> None:
 
 
 def _model(dtype: torch.dtype, per_token: bool = False) -> Any:
-    """The tests' small GPT; for bf16 with parameters in bf16, and all else in fp32."""
+    """The tests' small GPT; for bf16 with parameters in bf16, and everything else in fp32."""
     from megatron.core.transformer.module import Float16Module
 
     from megatron_loss_agg.mcore.cpu import attention
     from tests.host import gpt
 
-    attention.install()  # packs and context parallelism need Transformer Engine otherwise
+    attention.install()  # otherwise packs and context parallelism need Transformer Engine
     if dtype != HALF:
         return gpt.build(dtype, per_token).cuda()
     model = gpt.build(SINGLE, per_token, bf16=True, params_dtype=HALF).cuda()

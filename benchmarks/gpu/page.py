@@ -26,12 +26,12 @@ def summary(n: Counter[str]) -> str:
 
 
 def paths(out: Path, dry: bool, whole: bool) -> list[Path]:
-    """The files to write; the page in the repository only after every part of a real run."""
+    """The files to write; the repository's page only after every part of a real run."""
     return [out / "gpu.md", PAGE] if whole and not dry else [out / "gpu.md"]
 
 
 def write(path: Path, parts: PartResults, dry: bool) -> None:
-    """The page's head, as it stands, and the results."""
+    """Write the page's head, unchanged, and the results."""
     head = PAGE.read_text(encoding="utf-8").partition(RESULTS)[0]
     path.write_text("\n".join([head + RESULTS, *_results(parts, dry), ""]), encoding="utf-8")
 

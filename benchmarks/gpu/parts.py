@@ -1,4 +1,4 @@
-"""The parts of the GPU script: what each measures, on how many ranks, and for how long at most."""
+"""The parts of the GPU script, each with its measurement, number of ranks, and time limit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def machine(results: Results, seconds: float) -> None:
 
 
 def loss_function(results: Results, seconds: float) -> None:
-    """Measure as the part of this name does on a CPU."""
+    """Measure like the part of this name on a CPU."""
     loss_benchmark.measure(results, gpu=not results.quick)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.gpu.parts import Part
 from benchmarks.results import CannotRun, Results
 
-MIN_SECONDS = 10.0  # a part with less time left is not begun
+MIN_SECONDS = 10.0  # a part with less time left is not started
 OUR_PACKAGES = ("benchmarks", "megatron_loss_agg", "tests")
 
 
@@ -48,7 +48,7 @@ def run(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> dict[
 
 def _processes(name: str, part: Part, dry: bool, seconds: float, folder: Path) -> str | None:
     """Run the part's ranks; return a failure in words, or None."""
-    # Held here, on a port from the system, so that no other process can take it before rank 0 does.
+    # Hold it here, on a port from the system, so that no other process takes it before rank 0 does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = [name, part.function, str(int(dry)), str(seconds), str(folder)]
     command = [sys.executable, "-m", "benchmarks.gpu.runner", *arguments]

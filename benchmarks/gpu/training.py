@@ -19,7 +19,7 @@ ROUNDS = 40
 
 
 def run(results: Results, seconds: float) -> None:
-    """Measure in rounds until three quarters of the part's time are gone."""
+    """Measure in rounds until three quarters of the part's time are used."""
     end = time.monotonic() + 0.75 * seconds
     with megatron.groups(gpu=not results.quick):
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -36,12 +36,12 @@ def run(results: Results, seconds: float) -> None:
             results.add("peak memory, stock", where, base / 1e9, "GB")
             results.add("peak memory", where, ours / base, "x stock", "gpu_memory")
         gc.collect()
-        gc.freeze()  # shortens the passes of the collector, which add to the time of some steps
+        gc.freeze()  # shortens garbage collection, which adds to the time of some steps
         _times(results, where, stock, hooked, end)
 
 
 def _large_step() -> Step:
-    """A step with all rows that fit with room to spare; a row takes 4 GB without fused attention."""
+    """A step with as many rows as fit comfortably; a row takes 4 GB without fused attention."""
     free = torch.cuda.mem_get_info()[0] / 1e9
     return Step(microbatches=4, rows=max(1, min(8, int((free - 10) / 6))), length=1024)
 
@@ -63,7 +63,7 @@ def _peak(results: Results, training: Training) -> int:
 def _times(
     results: Results, where: str, stock: Training, hooked: Training, deadline: float
 ) -> None:
-    """Compare each step with the mean of a stock step before and one after it: a drift cancels."""
+    """Compare each step with the mean of the stock steps around it, so that drift cancels."""
     base, ratios, stock_ratios = [], [], []
     for number in range(results.rounds(ROUNDS)):
         before, ours, between, same, after = (
@@ -77,12 +77,12 @@ def _times(
     where = f"{where}; {len(ratios)} rounds"
     (ratio, noise), (same, _) = estimate(ratios), estimate(stock_ratios)
     results.add("stock step", where, 1e3 * estimate(base)[0], "ms")
-    # The difference from 1 of a stock step in the same place is noise, too.
+    # A stock step's difference from 1 in the same place is also noise.
     results.add("step", where, ratio, "x stock", "gpu_step", math.hypot(noise, same - 1))
 
 
 def waits(results: Results, seconds: float) -> None:
-    """Count the waits of a step by torch's check; it sees no collectives."""
+    """Count the waits of a step with torch's check, which does not see collectives."""
     with megatron.groups(gpu=not results.quick):
         gpt, step = (TINY, results.shapes.step) if results.quick else GPU_WAITS
         ddp, on_cpu = megatron.build(gpt, step.length, bf16=True), megatron.batches(gpt, step)
