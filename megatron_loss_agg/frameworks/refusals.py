@@ -334,7 +334,7 @@ def refused(name: str, got: object, **words: object) -> AggregationError:
 
 
 def check_settings(config: Any, *settings: Setting) -> None:
-    """Raise HostError for the first setting with a value not allowed; a missing setting is None."""
+    """Raise HostError for the first setting with a forbidden value; a missing setting is None."""
     for setting in settings:
         value = value_at(config, setting.name.removeprefix("--").replace("-", "_"))
         if value not in setting.allowed:

@@ -22,8 +22,8 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
 
     They are built as in ``pretrain_gpt.py`` and come in the order of Megatron's sequential sampler:
     from `SFTDataset` with ``--sft``, `MockGPTDataset` with ``--mock-data``, otherwise `GPTDataset`.
-    Their indices are built in a temporary folder. Masks of ``--sft`` data follow the turn flags of
-    ours, in ``argv`` or in the environment.
+    Their indices are built in a temporary folder. Masks of ``--sft`` data follow our turn flags, in
+    ``argv`` or in the environment.
 
     Raises:
         OptionError: there is no `megatron.training`, a flag or a file is missing, or Megatron

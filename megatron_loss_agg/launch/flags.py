@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the plugin's flags as a group of their own."""
+    """Add the plugin's flags as a separate group."""
     group = parser.add_argument_group("loss aggregation")
     group.add_argument(
         FLAG,

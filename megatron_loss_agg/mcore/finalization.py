@@ -17,7 +17,7 @@ from megatron_loss_agg.mcore.call import Call, replaced
 
 
 def is_megatrons(finalize: Callable[..., Any] | None) -> bool:
-    """Whether `finish_gradients` calls Megatron's own function, where the configuration has this one."""
+    """True if, with this function configured, `finish_gradients` calls Megatron's own."""
     from megatron.core.distributed import finalize_model_grads
 
     return finalize in (None, finalize_model_grads)

@@ -58,8 +58,8 @@ def local_starts(shape: MicrobatchShape, split: str, cp_size: int, cp_rank: int)
     if split != "zigzag":
         # A rank holds its tokens in the order of the pack.
         return torch.searchsorted(rank_layout(shape, split, cp_size, cp_rank).index, starts)
-    # Without the layout, which has an element for each token of the pack. Padding after the last
-    # sample is split like a sequence of its own.
+    # Do not use the layout, which has an element for each token of the pack. Padding after the last
+    # sample is split like a separate sequence.
     lengths = padded_lengths(starts, shape.mask[-1])
     if bool((lengths % (2 * cp_size)).any()):
         raise DataError(

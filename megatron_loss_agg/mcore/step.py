@@ -343,7 +343,7 @@ class Step:
                 fetch_ahead(iterator, call.scale.num_microbatches, insert=self.hook.prefetch)
 
     def _forward_step(self, call: Call) -> Callable[..., Any]:
-        """The script's forward step with `loss` in place of its loss function."""
+        """The script's forward step with `loss` instead of its loss function."""
         script_forward_step: Callable[..., Any] = call.arguments["forward_step_func"]
         if self.plans is None:
             return script_forward_step

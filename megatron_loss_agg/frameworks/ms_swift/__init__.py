@@ -20,7 +20,7 @@ with required_release("ms-swift", "swift", "4.6.0 with mcore-bridge"):
     from swift.megatron.arguments import MegatronArguments
     from swift.megatron.trainers import BaseMegatronTrainer, base
 
-    # Replaced or read in `plugin`.
+    # Replaced and read in `plugin`.
     attrgetter("prepare_model", "_log_callback", "forward_step")(BaseMegatronTrainer)
     attrgetter("reduce_max_stat_across_model_parallel_group")(base)
     attrgetter("cp_partition_mode", "enable_dft_loss", "rlhf_type", "rpo_alpha", "task_type")(

@@ -68,8 +68,8 @@ def added_losses(config: Any) -> dict[str, str]:
 def check_added_losses(call: Call, extensions: Iterable[Extension]) -> None:
     """Raise HostError if the losses that Megatron adds would grow with the step's number of calls.
 
-    Megatron divides them by the number of microbatches of each call, unless all losses are divided by
-    the step's tokens.
+    Megatron divides them by the number of microbatches in each call, unless all losses are divided
+    by the step's tokens.
     """
     if call.scale.per_token or (call.begins_step and call.ends_step):
         return
