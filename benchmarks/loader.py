@@ -19,7 +19,7 @@ ROUNDS = 5
 
 
 def measure(results: Results) -> None:
-    """Measure a loader that waits in the process, and so makes Megatron wait; and one in a worker."""
+    """Measure a loader that waits in the process, so that Megatron waits; and one in a worker."""
     with megatron.groups():
         from megatron.core import rerun_state_machine as rerun
 

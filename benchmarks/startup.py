@@ -20,7 +20,7 @@ TIMED = (
 
 
 def measure(results: Results) -> None:
-    """Measure CPU seconds: of imports (the least of several new processes), and of Megatron steps."""
+    """Measure CPU seconds of imports (the least of several processes) and of Megatron steps."""
     imports = {"megatron_loss_agg": "torch", "megatron_loss_agg.mcore": f"torch, {MEGATRON}"}
     for ours, theirs in imports.items():
         code = TIMED.format(theirs, ours)
@@ -37,7 +37,7 @@ def _seconds(code: str) -> float:
 
 
 def _first_step(results: Results) -> None:
-    """Measure the first step. It measures Megatron's scaling and has more checks than later ones."""
+    """Measure the first step, which measures Megatron's scaling and has more checks than others."""
     gpt, step = results.shapes.model, results.shapes.step
     ddp, data = megatron.build(gpt, step.length), megatron.batches(gpt, step)
     seconds_by_name: dict[str, list[float]] = {

@@ -81,8 +81,8 @@ class Trainer:
             reports += self._optimize(
                 self.grpo, losses, rows.fields(), rows.lengths, rows.prompt_ids
             )
-        # Context-parallel ranks have the same answers, so count those over data-parallel ranks only;
-        # but each rank has its own part of the tokens.
+        # Context-parallel ranks have the same answers, so count those over data-parallel ranks
+        # only; but each rank has its own part of the tokens.
         return {
             **reduce_reports([batch.report()], self.data_group),
             **reduce_reports(reports, self.token_group),

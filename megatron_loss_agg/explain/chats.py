@@ -104,7 +104,7 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
             f"{type(error).__name__}: {error} in {where}. Correct the line, or change --tokenizer."
         ) from error
     if 0 in answers:
-        # Templates cannot write such an answer's prompt, which may contain a system message of theirs.
+        # Templates cannot write such an answer's prompt; it may contain their own system message.
         raise DataError(
             "a chat must have a message before the first of the assistant, to show where the loss "
             f"begins, got none in {where}. Put a system message first, or write the masks yourself, "

@@ -82,7 +82,7 @@ class RankSamples(NamedTuple):
 class TermSamples:
     """The samples of a step on this rank, for one term.
 
-    The first loss moves the samples of all microbatches to its device together, so later losses need
+    The first loss moves the samples of all microbatches to its device together, so later ones need
     no copy from the host. That is safe since Megatron computes all losses of a step on one stream.
     """
 
