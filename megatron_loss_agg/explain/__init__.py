@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from megatron_loss_agg.aggregation import words_in
+from megatron_loss_agg.aggregation import takes_divisor, words_in
 from megatron_loss_agg.errors import OptionError
 from megatron_loss_agg.explain.chats import OTHER_FORMAT, lines_of_chats
 from megatron_loss_agg.explain.samples import (
@@ -197,6 +197,17 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
                 f"--{name.replace('_', '-')} must stand beside another source than --{source}, got "
                 "both. Remove one of them."
             )
+    if args.modes is not None:
+        takes = {
+            "levels": "nested_mean" in args.modes,
+            "divisor": any(map(takes_divisor, args.modes)),
+        }
+        for name in takes:
+            if getattr(args, name) is not None and not takes[name]:
+                raise OptionError(
+                    f"--{name} needs a mode that takes it, got --modes {','.join(args.modes)}. Remove "
+                    f"--{name}, or add such a mode."
+                )
     if args.sft_weight_field and args.sample_weights is None:
         raise OptionError(
             "--sft-weight-field needs --sample-weights count or skip, got none. Add it."

@@ -144,7 +144,7 @@ def _shares(agg: LossAggregation, samples: Sequence[Sample]) -> Shares:
     per_token = torch.zeros_like(tokens)
     for i, members in enumerate(by_microbatch.values()):
         per_token[members] = plan.coefficients(i)
-    return Shares(tokens, per_token, formula(agg, plan.counts))
+    return Shares(tokens, per_token, formula(agg, None if plan.is_empty else plan.counts))
 
 
 def _strings(values: Sequence[Sequence[Any]]) -> list[list[str]] | None:

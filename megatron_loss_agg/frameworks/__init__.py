@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from megatron_loss_agg.plan import StepPlan
 __all__ = [
     "aggregation_from_environment",
     "check_aggregation",
+    "is_installed",
     "print_first_lines",
     "print_inactive",
     "prompts_by_tokens",
@@ -57,11 +59,23 @@ def required_release(framework: str, package: str, oldest: str) -> Iterator[None
     try:
         yield
     except (ImportError, AttributeError) as error:
-        module = str(error.name) if isinstance(error, ImportError) else package
+        if isinstance(error, ImportError):
+            module = error.name
+        else:  # the holder of the missing attribute is a module or a class, if it is known
+            holder = error.obj
+            module = getattr(holder, "__module__", None) or getattr(holder, "__name__", package)
+        if module is None:  # such as a missing shared library
+            raise
         is_missing = isinstance(error, ModuleNotFoundError) and module == package
         if is_missing or module.partition(".")[0] != package:
             raise refused("a module", error, framework=framework, module=module) from error
         raise refused("a newer version", error, framework=framework, oldest=oldest) from error
+
+
+def is_installed(package: str) -> bool:
+    """True if ``package`` can be imported and is more than a folder of that name on ``sys.path``."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def read_aggregation(

@@ -1,4 +1,4 @@
-"""miles, a fork of slime with the same losses: replaces the denominators as `slime` does.
+"""miles, a fork of slime with the same losses: replaces the same `denominators`.
 
 `convert` relies on ``--custom-convert-samples-to-train-data-path``: the rollout manager of miles
 calls it with all samples, instead of its own conversion. It calls that conversion and sets
@@ -14,16 +14,20 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from megatron_loss_agg import LossAggregation, StepPlan
-from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
+from megatron_loss_agg.frameworks import (
+    is_installed,
+    print_first_lines,
+    read_aggregation,
+    required_release,
+)
+from megatron_loss_agg.frameworks.denominators import needs_prompts, replace_denominators
 from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
 from megatron_loss_agg.frameworks.refusals import check_settings, refused
-from megatron_loss_agg.frameworks.slime import needs_prompts, replace_denominators
 
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
@@ -34,8 +38,8 @@ CONVERT_HINT = (
     "set --custom-convert-samples-to-train-data-path megatron_loss_agg.frameworks.miles.convert"
 )
 
-with required_release("miles", "miles", OLDEST):
-    if find_spec("miles"):  # skip if the module is imported only to read it
+if is_installed("miles"):  # not where this module is imported only to read it
+    with required_release("miles", "miles", OLDEST):
         importlib.import_module("miles.utils.dp_schedule")
 
 
@@ -83,8 +87,10 @@ def _convert(agg: LossAggregation, args: Namespace, samples: list[Any]) -> dict[
     prompts = [sample.group_index for sample in samples]
 
     denominators = [1.0] * len(samples)
-    # miles does not train rollouts after the last whole step.
-    for start in range(0, len(order) - num_rollouts + 1, num_rollouts):
+    has_partial_step = getattr(args, "allow_partial_train_step", False)  # newer versions have it
+    if not (has_partial_step and args.use_dynamic_batch_size):
+        order = order[: len(order) // num_rollouts * num_rollouts]  # miles does not train the rest
+    for start in range(0, len(order), num_rollouts):
         step_rollouts = {*order[start : start + num_rollouts]}
         rows = [i for i, rollout in enumerate(rollout_ids) if rollout in step_rollouts]
         plan = StepPlan.from_mask_sums(
@@ -95,7 +101,7 @@ def _convert(agg: LossAggregation, args: Namespace, samples: list[Any]) -> dict[
             rejected=torch.tensor([removed[i] for i in rows]) if agg.rejected else None,
         )
         print_first_lines(plan)
-        step_denominators = 1 / (plan.coefficients(0) * num_rollouts)
+        step_denominators = 1 / (plan.coefficients(0) * len(step_rollouts))
         if step_denominators.min() < 1:
             raise refused("miles, denominators", f"{step_denominators.min().item():.3g}")
         for i, denominator in zip(rows, step_denominators.tolist(), strict=True):

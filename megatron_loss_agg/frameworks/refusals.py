@@ -246,7 +246,7 @@ REFUSALS = {
     ),
     "verl, policy loss": Refusal(
         "policy_loss.loss_mode must be a token mean",
-        "Choose another, such as vanilla or gspo.",
+        "Choose another, such as vanilla.",
     ),
     "verl, own loss": Refusal(
         "verl's loss must be a sum that agg_loss divides by batch_num_tokens",

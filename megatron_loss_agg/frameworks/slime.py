@@ -1,47 +1,26 @@
-"""slime: replaces the denominators that slime ships with its samples.
+"""slime: replaces the denominators that slime ships with its samples, see `denominators`.
 
 Relies on ``--rollout-data-postprocess-path``: slime calls this function on every rank that trains,
-with the rank's data for all optimizer steps of a rollout. Each loss and metric of a step is then
-
-    sum over samples of (x * mask).sum() / max(denominator, 1), divided by the step's rollouts
-
-where the denominator of a sample is its entry in ``rollout_mask_sums``. The adapter sets
-
-    denominator = 1 / (c_s * rollouts)
-
-and, if it is below 1, divides the sample's mask by it, since slime never divides by less than 1.
-miles has the same sum: see `miles`.
+with the rank's data for all optimizer steps of a rollout.
 """
 
 from __future__ import annotations
 
 import importlib
 from argparse import Namespace
-from importlib.util import find_spec
-from itertools import islice
-from numbers import Integral
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from megatron.core import mpu
-from torch import Tensor
-
-from megatron_loss_agg import LossAggregation, StepPlan
-from megatron_loss_agg.frameworks import print_first_lines, read_aggregation, required_release
-from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
-from megatron_loss_agg.frameworks.refusals import check_settings, refused
+from megatron_loss_agg.frameworks import is_installed, required_release
+from megatron_loss_agg.frameworks.denominators import OLDEST_SLIME, replace_denominators
 
 SETTINGS = """\
 --rollout-data-postprocess-path megatron_loss_agg.frameworks.slime.postprocess
 --train-env-vars '{"MEGATRON_LOSS_AGG_FLAGS":"--loss-aggregation=prompt_mean"}'
 """
-OLDEST = "commit 7405851 (25 May 2026)"
 PATCH_HINT = "apply patches/slime/624b824.patch to slime"
-SHIPPED_KEYS = "rollout_mask_sums", "rollout_ids", "micro_batch_indices"
 
-with required_release("slime", "slime", OLDEST):
-    if find_spec("slime"):  # skip if only miles is installed
+if is_installed("slime"):  # not where this module is imported only to read it
+    with required_release("slime", "slime", OLDEST_SLIME):
         importlib.import_module("slime.utils.dp_schedule")
 
 
@@ -52,149 +31,5 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
         HostError: slime is too old, or has a setting with which it reduces a loss differently.
         OptionError: the aggregation needs more than slime's samples have.
     """
-    upgrade_hint = f"Use slime of {OLDEST} or later."
+    upgrade_hint = f"Use slime of {OLDEST_SLIME} or later."
     replace_denominators(args, rollout_data, "slime", upgrade_hint, PATCH_HINT)
-
-
-def replace_denominators(
-    args: Namespace,
-    data: dict[str, Any] | None,
-    framework: str,
-    upgrade_hint: str,
-    patch_hint: str,
-) -> None:
-    """Set ``rollout_mask_sums`` of this rank's samples; do nothing without an aggregation.
-
-    Args:
-        framework: the package that trains: slime or miles.
-        upgrade_hint: a sentence for errors, with the version that passes ``data``.
-        patch_hint: a clause for errors, on how to make it ship prompts and removed samples.
-    """
-    batch_kind = "slime" if framework == "slime" else "miles with its patch"
-    agg = read_aggregation(framework, batch_kind, on_all_ranks=True)
-    if agg is None:
-        return
-    if data is None:
-        raise refused("slime, data", "its arguments alone", framework=framework, hint=upgrade_hint)
-    check_settings(args, *REFUSED["slime"])
-    _check_critic(args, framework, patch_hint)
-    if missing := [key for key in SHIPPED_KEYS if key not in data]:
-        keys, got = ", ".join(SHIPPED_KEYS), f"none of {', '.join(missing)}"
-        raise refused("slime, keys", got, keys=keys, oldest=OLDEST)
-    masks = data["loss_masks"]
-    mask_sums = torch.stack([mask.sum() for mask in masks]).tolist()
-    removed = _removed_samples(data, patch_hint) if agg.rejected else None
-    if removed:  # the masks of removed samples are 0 by now
-        lengths = data["effective_response_lengths"]
-        mask_sums = [lengths[i] if x else mask_sums[i] for i, x in enumerate(removed)]
-    prompts, per_prompt = None, None
-    if needs_prompts(agg):
-        prompts = data.get("group_indices")
-        if prompts is None:
-            prompts, per_prompt = _prompts_by_index(args, data, framework, patch_hint)
-
-    # slime wraps groups to destroy them temporarily, and torch finds no backend for the wrapper.
-    group = mpu.get_data_parallel_group()
-    group = getattr(group, "group", group)
-    denominators = torch.ones(len(masks), dtype=torch.float64)
-    microbatches = iter(data["micro_batch_indices"])
-    sizes_key = "global_batch_sizes" if framework == "slime" else "num_rollouts"
-    for num_microbatches, num_rollouts in zip(
-        data["num_microbatches"], data[sizes_key], strict=True
-    ):
-        step = list(islice(microbatches, num_microbatches))
-        plan = StepPlan.from_mask_sums(
-            agg,
-            _by_microbatch(mask_sums, step),
-            prompt_ids=None if prompts is None else _by_microbatch(prompts, step),
-            rollout_ids=_by_microbatch(data["rollout_ids"], step),
-            rejected=None
-            if removed is None
-            else [*map(torch.tensor, _by_microbatch(removed, step))],
-            group=group,
-        )
-        _check_groups(plan, num_rollouts, per_prompt, patch_hint)
-        print_first_lines(plan, "critic" if args.loss_type == "value_loss" else "")
-        for k, rows in enumerate(step):
-            denominators[rows] = 1 / (plan.coefficients(k) * num_rollouts)
-
-    denominators = denominators.to(data["rollout_mask_sums"])
-    _check_smallest(args, denominators, group)
-    for i in (denominators < 1).nonzero().flatten().tolist():
-        masks[i] = masks[i] / denominators[i]
-    data["rollout_mask_sums"] = denominators
-
-
-def needs_prompts(agg: LossAggregation) -> bool:
-    """True if prompts group the samples, or a user's function may ask for them."""
-    return "prompt" in agg.units or agg.mode == "custom"
-
-
-def _by_microbatch(values: list[Any], step: list[list[int]]) -> list[list[Any]]:
-    return [[values[row] for row in rows] for rows in step]
-
-
-def _check_critic(args: Namespace, framework: str, patch_hint: str) -> None:
-    """Raise in an actor if other processes train its critic without `postprocess`."""
-    if not args.use_critic or args.loss_type == "value_loss":
-        return
-    actor = importlib.import_module(f"{framework}.backends.megatron_utils.actor")
-    train_critic = actor.MegatronTrainRayActor.train_critic
-    code = getattr(train_critic, "__wrapped__", train_critic).__code__
-    if "rollout_data_postprocess" not in code.co_names:
-        got = "one that calls it for the actor alone"
-        raise refused("slime, critic", got, framework=framework, hint=patch_hint)
-
-
-def _removed_samples(data: dict[str, Any], patch_hint: str) -> list[bool]:
-    """True for each sample that was removed."""
-    if "remove_samples" not in data:
-        raise refused("slime, removed samples", "masks alone", hint=patch_hint)
-    removed: list[bool] = data["remove_samples"]
-    return removed
-
-
-def _prompts_by_index(
-    args: Namespace, data: dict[str, Any], framework: str, patch_hint: str
-) -> tuple[list[int], int]:
-    """Each sample's prompt, from the numbers of the framework's data source; samples per prompt."""
-    source = args.data_source_path
-    if not source.startswith(f"{framework}.rollout.data_source.") or "sample_indices" not in data:
-        raise refused("slime, numbered samples", source, hint=patch_hint)
-    per_prompt = args.n_samples_per_prompt
-    # The plan refuses an index of another type, on all ranks.
-    indices = data["sample_indices"]
-    return [x // per_prompt if isinstance(x, Integral) else x for x in indices], per_prompt
-
-
-def _check_groups(
-    plan: StepPlan, num_rollouts: int, per_prompt: int | None, patch_hint: str
-) -> None:
-    """Raise on all ranks if the plan and the step differ in their numbers of groups."""
-    assert plan.samples is not None
-    rollouts = len(plan.samples.groups("rollout").ids_G)
-    if rollouts != num_rollouts:
-        raise refused("slime, rollouts", rollouts, rollouts=num_rollouts)
-    if per_prompt is None:
-        return
-    prompts = len(plan.samples.groups("prompt").ids_G)
-    if prompts * per_prompt != num_rollouts:
-        words = {"per_prompt": per_prompt, "rollouts": num_rollouts, "hint": patch_hint}
-        raise refused("slime, prompts", f"{prompts} prompts", **words)
-
-
-def _check_smallest(args: Namespace, denominators: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise on all ranks if a mask would change sign, or change size where another loss uses it."""
-    smallest = denominators.min()
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
-    if smallest < 0:
-        raise refused("slime, signs", "negative ones")
-    corrects = args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics)
-    mask_users = {
-        "--custom-tis-function-path": corrects,
-        "--enable-mtp-training": args.enable_mtp_training,
-        "--use-opsm": getattr(args, "use_opsm", False),  # newer than the oldest slime
-    }
-    user = next((flag for flag, is_on in mask_users.items() if is_on), None)
-    if smallest < 1 and user:
-        raise refused("slime, masks", f"{smallest.item():.3g}", flag=user)

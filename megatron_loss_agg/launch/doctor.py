@@ -185,6 +185,10 @@ def _check_flags(script_flags: Sequence[str], has_training: bool, core_version: 
     args, unknown = parser.parse_known_args(script_arguments)
     vars(args).update(values)
     hook = hook_from_args(args, in_training_loop=True)
+    if hook is None and getattr(args, "yaml_cfg", None):
+        return "WARN", (
+            f"settings in {args.yaml_cfg} are not read here: a run with --yaml-cfg reads and checks them"
+        )
     if hook is None:
         return "WARN", f"without {flags.FLAG} the plugin does nothing. Add {flags.FLAG} MODE."
     formulas = [formula(term.aggregation) for term in hook.terms.values()]

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
@@ -200,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             continue
         group.add_argument(
             _flag(name),
+            action="extend" if option.nargs else "store",
             metavar=option.value or "{" + ",".join(option.words) + "}",
             nargs=option.nargs,
             type=option.type,
@@ -290,8 +292,16 @@ def environment_flags(text: str | None = None) -> dict[str, Any]:
     Args:
         text: the variable's value in another process; by default its value in this process.
     """
-    words = shlex.split(os.environ.get(VARIABLE, "") if text is None else text)
-    if quoted := [word for word in words if re.match(rf"{FLAG}[\w-]* ", word)]:
+    text = os.environ.get(VARIABLE, "") if text is None else text
+    try:
+        words = shlex.split(text)
+    except ValueError as error:  # no closing quotation
+        raise OptionError(
+            f"{VARIABLE} must hold flags with closed quotes, got {text!r}. Close them, or write "
+            "flags without spaces in their values."
+        ) from error
+    several_flags = rf"{FLAG}[\w-]*( |=.* {FLAG})"
+    if quoted := [word for word in words if re.match(several_flags, word)]:
         raise OptionError(
             f"{VARIABLE} must hold flags that are not quoted as a whole, got {quoted[0]!r} as one "
             f"word. Remove the inner quotes: {VARIABLE}='{quoted[0]}'."
@@ -311,9 +321,12 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     )
     values, others = parser.parse_known_args(argv)
-    times = sum(argument.partition("=")[0] == FLAG for argument in argv)
-    if times > 1:
-        raise OptionError(f"{FLAG} must be given once, got {times}. Remove all {FLAG} but one.")
+    times = Counter(argument.partition("=")[0] for argument in argv)
+    for flag in (FLAG, *(_flag(name) for name, x in _OPTIONS.items() if not x.nargs)):
+        if times[flag] > 1:
+            raise OptionError(
+                f"{flag} must be given once, got {times[flag]}. Remove all {flag} but one."
+            )
     names = [FLAG, *map(_flag, _OPTIONS)]
     # A script that ignores unknown flags would train without the plugin if ours are misspelt.
     for flag in (x.partition("=")[0] for x in others if x.startswith((*_DASHES,))):

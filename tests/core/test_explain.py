@@ -232,6 +232,12 @@ BAD_ARGUMENTS = {
         f"{NO_INPUT}nested_mean needs ids of ['session'], and explain has those of prompt, "
         "rollout, dataset. Give that input, or choose other modes (--modes)."
     ),
+    "--lengths 1 --modes sum --divisor 2 --levels x,y": (
+        "OptionError: --levels needs a mode that takes it, got --modes sum. Remove --levels, or add"
+    ),
+    "--lengths 1 --modes microbatch_mean --divisor 3": (
+        "OptionError: --divisor needs a mode that takes it, got --modes microbatch_mean. Remove"
+    ),
     "--lengths 1 --divisor -1": "OptionError: divisor must be a finite number > 0, got -1.0. ",
     "--lengths 1 --modes sum,mean": "OptionError: unknown mode 'mean'. ",
     "--jsonl no/such/file": (

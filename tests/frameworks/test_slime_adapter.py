@@ -282,11 +282,29 @@ def import_error(framework: str, folder: Path) -> str | None:
     return error_of(importlib.import_module, f"megatron_loss_agg.frameworks.{framework}")
 
 
+def package_in(folder: Path, framework: str) -> Path:
+    """The folder of the modules of a new package."""
+    utils = folder / framework / "utils"
+    utils.mkdir(parents=True)
+    for package in (utils, utils.parent):
+        (package / "__init__.py").touch()
+    return utils
+
+
+def test_miles_does_not_mind_an_older_slime_beside_it(tmp_path: Path) -> None:
+    package_in(tmp_path, "slime")
+    (package_in(tmp_path, "miles") / "dp_schedule.py").touch()
+    assert run_host_ranks(import_error, 1, "miles", tmp_path) == [None]
+
+
+def test_a_folder_of_the_name_is_no_framework(tmp_path: Path) -> None:
+    (tmp_path / "slime").mkdir()
+    assert run_host_ranks(import_error, 1, "slime", tmp_path) == [None]
+
+
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 def test_an_older_framework_is_refused_at_import(framework: str, tmp_path: Path) -> None:
-    utils = tmp_path / framework / "utils"
-    utils.mkdir(parents=True)
-    (utils / "__init__.py").touch()
+    utils = package_in(tmp_path, framework)
     (error,) = run_host_ranks(import_error, 1, framework, tmp_path)
     assert re.match(rf"HostError: {framework} must be commit \w+ .* or later", str(error))
     (utils / "dp_schedule.py").touch()

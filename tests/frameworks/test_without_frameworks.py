@@ -6,6 +6,7 @@ ci/frameworks.sh.
 
 from __future__ import annotations
 
+import math
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType, SimpleNamespace
@@ -80,12 +81,26 @@ def test_an_older_framework_is_refused_at_import(
         (ModuleNotFoundError("No", name="nemo_rl.new"), "must be 0.6.0 or later, got No. Install"),
         (ImportError("no B", name="nemo_rl.a"), "must be 0.6.0 or later, got no B. Install such"),
         (AttributeError("no b"), "must be 0.6.0 or later, got no b. Install such"),
+        (AttributeError("no xpu", obj=math), "importable here, got no xpu. Install math in"),
+        (
+            AttributeError("no c", obj=ModuleType("nemo_rl.a")),
+            "must be 0.6.0 or later, got no c. In",
+        ),
     ],
 )
 def test_a_failed_import_names_the_missing_module_or_the_version(
     error: Exception, words: str
 ) -> None:
     with pytest.raises(HostError, match=words), required_release("NeMo-RL", "nemo_rl", "0.6.0"):
+        raise error
+
+
+def test_a_failed_import_of_no_module_stays_as_it_is() -> None:
+    error = ImportError("cannot load libfoo")
+    with (
+        pytest.raises(ImportError, match="libfoo"),
+        required_release("NeMo-RL", "nemo_rl", "0.6.0"),
+    ):
         raise error
 
 

@@ -30,6 +30,13 @@ BAD_STARTS = {
     "SCRIPT @ sum @ sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",
     "SCRIPT @ sum @=sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",
     "@ sum @ token_mean | SCRIPT": "OptionError: @ must be given once, got 2.",
+    "SCRIPT @ sum @-divisor 5 @-divisor=7": "OptionError: @-divisor must be given once, got 2.",
+    '@ "sum | SCRIPT': (
+        f"OptionError: {VARIABLE} must hold flags with closed quotes, got '@ \"sum '. Close"
+    ),
+    '"@=sum @-empty skip" | SCRIPT': (
+        f"OptionError: {VARIABLE} must hold flags that are not quoted as a whole, got '@=sum @-empty"
+    ),
     "SCRIPT @ sum @-empty-step=": (
         "OptionError: @-empty-step must be one of train, error, skip, got ''. Change @-empty-step."
     ),
@@ -199,6 +206,7 @@ DOCTOR = {
     ),
     f"nosuch.py {MODE}": "FAIL: SCRIPT must be a file, got 'nosuch.py'. Give a training script",
     "--num-layers 2": "WARN: without @ the plugin does nothing. Add @ MODE.",
+    "--yaml-cfg run.yaml": "WARN: settings in run.yaml are not read here: a run with --yaml-cfg reads",
     f"--my-own-flag {MODE}": (
         "WARN: prompt_mean; w_t = m_t / (M_prompt * N_prompt); Megatron has no --my-own-flag"
     ),

@@ -102,6 +102,10 @@ ALSO = {
         LossAggregation(mode="sample_mean"),
         LossAggregation.preset("verl/seq-mean-token-mean"),
     ],
+    "@ token_mean @-also sample_mean @-also=prompt_mean": [
+        LossAggregation(mode="sample_mean"),
+        LossAggregation(mode="prompt_mean"),
+    ],
     "@ token_mean @-also sample_mean,prompt_mean": [
         LossAggregation(mode="sample_mean"),
         LossAggregation(mode="prompt_mean"),

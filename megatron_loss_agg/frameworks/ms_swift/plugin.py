@@ -30,7 +30,7 @@ stock_log = BaseMegatronTrainer._log_callback
 stock_prepare_model = BaseMegatronTrainer.prepare_model
 stock_max = base.reduce_max_stat_across_model_parallel_group
 
-IS_SET = bool(os.environ.get(VARIABLE))
+IS_SET = bool(os.environ.get(VARIABLE, "").strip())
 
 _trainer_options: dict[str, Any] = {}
 """Options of the hook that depend on this process's trainer."""
@@ -93,9 +93,13 @@ def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
     """Log the aggregated loss under a name in ms-swift's style, summed over its ranks."""
+    ranks = mpu.get_data_parallel_group(with_context_parallel=True)
     for name in [name for name in logs if name.endswith(" loss")]:
         loss = logs[name.replace(" ", "_")] = logs.pop(name)
-        dist.all_reduce(loss, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(loss, group=ranks)
+    if "mismatches" in logs:  # of each rank, to be averaged
+        dist.all_reduce(logs["mismatches"], group=ranks)
+        logs["mismatches"] /= dist.get_world_size(ranks)
     stock_log(trainer, logs, n_steps)
 
 
