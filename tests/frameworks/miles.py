@@ -208,4 +208,26 @@ def _conversion_problems(root: str) -> list[str]:
         for convert in (None, load_function(slime.adapted[CONVERT]))
     )
     assert stock["step_slots"] == [0, 1] and stock["step_adapter_batch_sizes"] == {0: 6}
-    return [f"{name} differs" for name in stock if stock[name] != ours.get(name)]
+    problems = [f"{name} differs" for name in stock if stock[name] != ours.get(name)]
+    return problems + _partial_step_problems(slime.samples(Sample, zeros))
+
+
+def _partial_step_problems(samples: list[Any]) -> list[str]:
+    """Denominators of a last, smaller step that differ from those of its rollouts alone."""
+    from miles.utils.misc import load_function
+
+    os.environ[VARIABLE] = "--loss-aggregation sample_mean"
+    convert = load_function(slime.adapted[CONVERT])
+    is_partial = {"allow_partial_train_step": True, "use_dynamic_batch_size": True}
+
+    def denominators(part: list[Any], rollouts: int) -> list[float]:
+        args = Namespace(**{**ARGS, **is_partial, "global_batch_size": rollouts})
+        return convert(args, part)["rollout_mask_sums"]
+
+    ids = [*dict.fromkeys(x.rollout_id for x in samples)]
+    number = len(ids) // 2 + 1
+    is_last = [x.rollout_id in ids[number:] for x in samples]
+    last = [x for x, is_chosen in zip(samples, is_last, strict=True) if is_chosen]
+    whole = denominators(samples, number)
+    found = [x for x, is_chosen in zip(whole, is_last, strict=True) if is_chosen]
+    return [] if found == denominators(last, len(ids) - number) else [f"a partial step: {found}"]
