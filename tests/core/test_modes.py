@@ -95,6 +95,15 @@ def test_a_mean_of_three_levels_divides_by_the_groups_of_each():
     assert_same(plan.coefficients(0), expected, 1e-15)
 
 
+def test_weights_are_those_of_the_unit_that_is_counted():
+    agg = aggregation("prompt_mean", count="sample", sample_weights="count")
+    weights = torch.tensor([1.0, 3.0, 4.0, 2.0], dtype=F64)
+    plan = StepPlan.from_mask_sums(agg, [2.0, 1.0, 1.0, 3.0], **TREE, sample_weights=weights)
+    # M_p of 4 and 3 tokens, and V = 1 + 3 + 4 + 2 of the samples
+    assert plan.counts.across == 10
+    assert_same(plan.coefficients(0), [1 / 40, 3 / 40, 4 / 40, 2 / 30], 1e-15)
+
+
 @pytest.mark.parametrize("unit", ["token", "nested"])
 def test_ids_named_like_another_mode_group_as_ids_do(unit):
     agg = aggregation("nested_mean", levels=[unit])

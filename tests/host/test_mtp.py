@@ -122,6 +122,7 @@ CASES = {
         case("bshd", False, "prompt_mean"),
         case("thd", True, "prompt_mean", **UNLABELLED),
         case("bshd", True, "prompt_mean", calls=(1, N_MB - 1)),
+        case("bshd", False, "prompt_mean", calls=(1, N_MB - 1)),
         case("bshd", False, "token_mean", terms=QUARTER),
         case("bshd", True, "prompt_mean", call={"forward_only": True}),
         case("bshd", True, "sample_sum", calls=(1, N_MB - 1), **in_mode("sample_mean")),

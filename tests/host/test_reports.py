@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -80,6 +80,23 @@ def test_reports_are_those_of_the_whole_step_and_the_rest_is_left_alone() -> Non
         for loss, flag, loop in STEPS
     ]
     assert_exact(TOPOLOGIES["dp2-cp2"], cases, with_the_scripts_own)
+
+
+def ones_summed_in_bf16(iterator: Iterator[Batch], model: Any) -> Any:
+    """Losses of 1, and a loss function that adds up their products with the mask in bf16."""
+    losses, loss_func = gpt.forward_step(iterator, model)
+    (mask,) = loss_func.args
+    ones = (0 * losses + 1).bfloat16()
+    return ones, partial(gpt.stock_loss_func, mask.bfloat16())
+
+
+def test_a_sum_in_half_precision_is_reported_without_further_rounding() -> None:
+    # A seventh of the 58 tokens is no number in bf16. The second step takes the sum of the loss
+    # function, which the first one has verified.
+    seven = tuple((i,) for i in (0, 1, 2, 3, 4, 8, 9))
+    case = Case("sum", places=(seven,), step=ones_summed_in_bf16, times=2)
+    ((_, reports),) = run(TOPOLOGIES["dp1"], [case])[case]
+    assert reports["lm loss"] == pytest.approx(1.0, rel=1e-6)
 
 
 def of_one_data_set(case: Case) -> Expected:

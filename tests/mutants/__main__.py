@@ -144,7 +144,7 @@ def _write(path: Path, text: str, mtime: int) -> None:
 
 
 class _FirstFailure:
-    """A plugin of pytest that writes the name of the test that failed."""
+    """A plugin of pytest that writes the name of the test, or of the file, that failed."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -153,6 +153,8 @@ class _FirstFailure:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self._file.write_text(report.nodeid, encoding="utf-8")
+
+    pytest_collectreport = pytest_runtest_logreport  # a mutant may fail the import of the tests
 
 
 def _test(copy: Path, arguments: list[str]) -> None:
