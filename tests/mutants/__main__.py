@@ -132,7 +132,8 @@ def _run(
             free.append(copy)
             result = {0: "survived", NO_TESTS: "no tests"}.get(process.exitcode, "killed")
             by = (copy / "failed").read_text(encoding="utf-8")
-            if result == "killed" and not by and key not in late:
+            died = key in late or process.exitcode < 0  # of a hang, or of bad memory
+            if result == "killed" and not by and not died:
                 result = "not run"  # pytest itself failed: no test has
             yield arguments, mutant, result, by, round(time.monotonic() - began)
 
