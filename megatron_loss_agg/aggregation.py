@@ -248,15 +248,14 @@ class LossAggregation:
         if not _are_levels(levels):
             raise OptionError(
                 "levels of nested_mean must be units from outside to inside, each once, with "
-                f"sample last, got {levels!r}. Give {', '.join(_COUNTABLE)} or ids of another "
-                "name, such as prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
+                f"sample only last, got {levels!r}. Give {', '.join(_COUNTABLE)} or your own names "
+                "of ids, such as prompt,rollout,sample (levels=, or --loss-aggregation-levels)."
             )
         mean = f"{levels[0]}_mean"
         if mean in MODES and MODES[mean].path == (*levels,):
             raise OptionError(
-                f"nested_mean must have levels beside {levels[0]!r}, got it alone, which is "
-                f"{mean}. Choose that mode, or add levels (levels=, or "
-                "--loss-aggregation-levels)."
+                f"nested_mean must have levels besides {levels[0]!r}, got only that one, which is "
+                f"{mean}. Choose that mode, or add levels (levels=, or --loss-aggregation-levels)."
             )
         object.__setattr__(self, "levels", (*levels,))
 
@@ -309,7 +308,7 @@ class LossAggregation:
             )
         if self.mode == "custom":
             raise OptionError(
-                "mode 'custom' takes no dataset_weights, since its function weighs samples, got "
+                "mode 'custom' takes no dataset_weights, since its function weights samples, got "
                 f"{weights}. Use samples.ids['dataset'] in the function, or drop dataset_weights= "
                 "(--loss-aggregation-dataset-weights)."
             )

@@ -93,7 +93,7 @@ class Samples:
             return Groups.of(self.microbatch)
         if unit not in self.ids:
             raise DataError(
-                f"samples need ids to be grouped by {unit!r}, got those of {sorted(self.ids)}. Give "
+                f"samples grouped by {unit!r} need its ids, got ids of {sorted(self.ids)}. Give "
                 f"'{unit}_ids' in every microbatch."
             )
         return Groups.of(self.ids[unit])
@@ -211,8 +211,8 @@ def check_fields(agg: LossAggregation, microbatches: Sequence[Microbatch]) -> No
         )
     if "microbatch" in agg.units and any(m.local_cp_size is not None for m in microbatches):
         raise DataError(
-            "a mean over microbatches needs those of the loop, got samples that Megatron deals out "
-            "anew in every step (dynamic context parallelism). Choose another mode."
+            "a mean over microbatches needs the loop's microbatches, got samples that Megatron "
+            "regroups in every step (dynamic context parallelism). Choose another mode."
         )
     for unit in agg.by_id:
         if any(m.ids_of(unit) is None for m in microbatches if m.num_samples):
@@ -228,7 +228,7 @@ def counts_of(agg: LossAggregation, samples: Samples, across: float) -> StepCoun
     num_routed = int((samples.routed_tokens >= 0).sum())
     if num_routed not in (0, samples.microbatches):
         raise DataError(
-            f"all microbatches of a step must have routed_tokens, or none, got {num_routed} of "
+            f"all or none of a step's microbatches must have routed_tokens, got {num_routed} of "
             f"{samples.microbatches}. Give each Microbatch its own."
         )
     rejected_samples = int(samples.rejected.sum())
@@ -381,8 +381,9 @@ def _custom_coefficients(agg: LossAggregation, samples: Samples) -> Tensor:
     c_S = c_S.masked_fill(samples.rejected | (samples.mask_sum == 0), 0.0)
     if not bool(c_S.isfinite().all()):
         raise OptionError(
-            "the aggregation function must return finite coefficients, got infinite or NaN ones of "
-            "samples with tokens. Change the function (function=, or --loss-aggregation-function)."
+            "the aggregation function must return finite coefficients, got infinite or NaN ones "
+            "for samples with tokens. Change the function (function=, or "
+            "--loss-aggregation-function)."
         )
     return c_S
 
@@ -427,8 +428,8 @@ def _missing_ids(agg: LossAggregation, unit: Unit) -> str:
         )
     argument = f"{unit}_ids=" if unit in BY_ID else f"ids={{{unit!r}: ...}}"
     return (
-        f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument}, or "
-        f"{ids_key(unit)}, which with_ids keeps where Megatron packs samples, or choose a mode "
+        f"mode {agg.mode!r} groups by {unit}, and a microbatch has no {unit}_ids. Give {argument}, "
+        f"or {ids_key(unit)} (with_ids keeps it where Megatron packs samples), or choose a mode "
         f"without {unit}s (--loss-aggregation)."
     )
 
@@ -493,9 +494,9 @@ def _segment_bounds(microbatch: Microbatch, i: int) -> Tensor:
     if not all(map(starts_at_zero_and_never_decreases, offsets)):
         raise DataError(
             "offsets must start at 0, never decrease, and end inside the mask, with samples no "
-            f"longer than their padded places, got cu_seqlens={real.tolist()} and "
+            f"longer than their padded lengths, got cu_seqlens={real.tolist()} and "
             f"cu_seqlens_padded={None if padded is None else padded.tolist()} for the "
-            f"{microbatch.loss_mask.numel()} tokens of microbatch {i}. Correct them, "
-            "or give the whole pack, before context parallelism."
+            f"{microbatch.loss_mask.numel()} tokens of microbatch {i}. Correct them, or give the "
+            "whole pack, not one rank's part."
         )
     return bounds

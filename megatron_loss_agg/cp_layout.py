@@ -70,8 +70,8 @@ class CPLayout:
             cu_seqlens_padded
         ):
             raise DataError(
-                "cu_seqlens_padded must be int32 or int64 [sequences + 1] that starts at 0 and "
-                f"does not decrease, got {cu_seqlens_padded}. Pass the offsets of the padded pack."
+                "cu_seqlens_padded must be int32 or int64 [sequences + 1], start at 0 and never "
+                f"decrease, got {cu_seqlens_padded}. Pass the offsets of the padded pack."
             )
         lengths = cu_seqlens_padded.long().diff()
         if cp_size <= 1:

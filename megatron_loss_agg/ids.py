@@ -33,8 +33,8 @@ def ids_from(name: str, values: Any) -> Tensor:
     if wrong:
         got = f"{wrong[0]!r} among others" if is_sequence else described(values)
         raise DataError(
-            f"{name} must be an int64 tensor [samples], or a sequence of ints or one of strings, got "
-            f"{got}. Convert it."
+            f"{name} must be an int64 tensor [samples], or a sequence of only ints or only "
+            f"strings, got {got}. Convert it."
         )
     numbers = [int(x) for x in items]
     if too_large := [x for x in numbers if not -(2**63) <= x < 2**63]:

@@ -25,7 +25,7 @@ def microbatches_from(mask_sums: Any, ids: Any, by_sample: Mapping[str, Any]) ->
     """
     if ids is not None and not isinstance(ids, Mapping):
         raise DataError(
-            f"ids must be a mapping by unit, got a {type(ids).__name__}. Give {{unit: ids}}."
+            f"ids must map units to ids, got a {type(ids).__name__}. Give {{unit: ids}}."
         )
     fields = {name: x for name, x in by_sample.items() if x is not None}
     named_ids = dict(ids or {})
@@ -62,7 +62,7 @@ def _check_number(name: str, values: Any, number: int) -> None:
         got = f"{len(values)} entries" if is_list else described(values)
         raise DataError(
             f"{name} must have one entry for each of the {number} microbatches of mask_sums, got "
-            f"{got}. Give a list like that of mask_sums."
+            f"{got}. Give a list like mask_sums."
         )
 
 

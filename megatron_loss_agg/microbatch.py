@@ -110,7 +110,8 @@ class Microbatch:
         if self.loss_mask.dtype not in _MASK_DTYPES:
             raise DataError(
                 "loss_mask must be bool, uint8, a signed integer, or floating-point of 16 bits or "
-                f"more, got {described(self.loss_mask)}. Convert it, as with loss_mask.float()."
+                f"more, got {described(self.loss_mask)}. Convert it, for example with "
+                "loss_mask.float()."
             )
         if are_offsets(self.cu_seqlens) and self.cu_seqlens.numel() == 1:
             object.__setattr__(self, "cu_seqlens_padded", None)  # no samples: all is padding
@@ -259,8 +260,8 @@ class Microbatch:
     def _checked_ids(self) -> dict[str, Tensor]:
         if not isinstance(self.ids, Mapping) or self.ids.keys() & {*WITHOUT_IDS, *BY_ID}:
             raise DataError(
-                f"ids must be a mapping by names of your own, got {self.ids!r}. Give prompt_ids=, "
-                "rollout_ids= or dataset_ids= for those units."
+                f"ids must be a mapping with names of your own, got {self.ids!r}. Give "
+                "prompt_ids=, rollout_ids= or dataset_ids= for those units."
             )
         return {
             unit: checked_by_sample(f"{unit}_ids", x, self.num_samples)
@@ -293,9 +294,9 @@ def term_microbatches(microbatch: Any) -> list[Microbatch]:
     if not several or not all(isinstance(x, Microbatch) for x in several):
         keys = f" of {sorted(map(str, microbatch))}" if isinstance(microbatch, Mapping) else ""
         raise DataError(
-            "microbatches must be of class Microbatch, or mappings of such by term, got a "
-            f"{type(microbatch).__name__}{keys}. Give read_batch(batch), or correct the function that "
-            "reads batches (read_batch=, or --loss-aggregation-batch)."
+            "microbatches must be of class Microbatch, or mappings of terms to Microbatch, got a "
+            f"{type(microbatch).__name__}{keys}. Give read_batch(batch), or correct the function "
+            "that reads batches (read_batch=, or --loss-aggregation-batch)."
         )
     return several
 
@@ -306,7 +307,7 @@ def term_microbatch(name: str, microbatch: Any) -> Microbatch:
     if isinstance(microbatch, Mapping) and name not in microbatch:
         raise DataError(
             f"a microbatch must have a mask for each term, got {sorted(microbatch)} without "
-            f"{name!r}. Add Microbatch of that term."
+            f"{name!r}. Add that term's Microbatch."
         )
     return microbatch[name] if isinstance(microbatch, Mapping) else microbatch
 

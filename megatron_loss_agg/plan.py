@@ -235,8 +235,8 @@ class StepPlan:
         """
         if unit not in self.ids_S:
             raise DataError(
-                f"ids must be of one of {sorted(self.ids_S)} in this plan, got {unit!r}. Give "
-                f"'{unit}_ids' in every microbatch."
+                f"the unit of ids must be one of {sorted(self.ids_S)} in this plan, got {unit!r}. "
+                f"Give '{unit}_ids' in every microbatch."
             )
         return self._microbatch_part(self.ids_S[unit], i)
 
@@ -280,7 +280,8 @@ class StepPlan:
         if bool((self.coefficients(i) < 0).any()):
             raise OptionError(
                 "coefficients that scale advantages must be >= 0, got negative ones, which would "
-                "flip signs. Change the aggregation function, or multiply token losses by weights."
+                "flip their signs. Change the aggregation function, or multiply token losses by "
+                "weights instead."
             )
         w = self.weights(i, at_least_fp32(advantages.dtype))
         return torch.where(w != 0, advantages.to(w), 0) * w

@@ -63,7 +63,7 @@ def test_ids_of_any_name_are_those_that_every_microbatch_of_every_rank_has():
         assert found == [[[1 / 4, 1 / 2]], [[]] * len(empty), [[1 / 4]]]
     others = [Microbatch(torch.ones(1, 2), ids={"turn": [1]})]
     for error in run_ranks(coefficients_on_ranks, 2, BY_SESSION, [[in_sessions(1)], others]):
-        assert "samples need ids to be grouped by 'session', got those of []" in error
+        assert "samples grouped by 'session' need its ids, got ids of []" in error
 
 
 # Dynamic context parallelism: several ranks hold a microbatch.

@@ -152,7 +152,7 @@ def loss_of_rows(losses: torch.Tensor, **options: Any) -> Callable[[], Any]:
 
 MODES = "Choose one of token_mean, sample_mean, rollout_mean, prompt_mean, dataset_mean, nested_"
 UNITS = (
-    "levels of nested_mean must be units from outside to inside, each once, with sample last, got"
+    "levels of nested_mean must be units from outside to inside, each once, with sample only last,"
 )
 LEVELS = (None, "prompt;sample", ["sample", "prompt"], ["prompt", "prompt"], ["all"], [3])
 NO_METRIC = "metric 'a' must be a Mean, Sum, Max or Min of scalars, or a tensor .sum, count., got"
@@ -173,7 +173,7 @@ PLAN = StepPlan.build(TOKEN_MEAN, GOOD[:1])
 HALF = CPLayout.bshd(8, 2, 0)
 ONE, GREATEST = Mean.of(torch.ones(1), torch.ones(1)), Max.of(torch.ones(1), torch.ones(1))
 IDS_OF = (
-    "prompt_ids must be an int64 tensor .samples., or a sequence of ints or one of strings, got"
+    "prompt_ids must be an int64 tensor .samples., or a sequence of only ints or only strings, got"
 )
 OF_FUNCTION = (
     "^the aggregation function must return a real coefficient for each of the 2 samples, got "
@@ -281,8 +281,8 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     *(
         (
             OptionError,
-            f"^nested_mean must have levels beside '{x}', got it alone, which is {x}_mean. Choose .*"
-            "--loss-aggregation-levels",
+            f"^nested_mean must have levels besides '{x}', got only that one, which is {x}_mean. "
+            "Choose .*--loss-aggregation-levels",
             aggregating("nested_mean", levels=[x]),
         )
         for x in ("prompt", "rollout", "dataset", "sample")
@@ -336,7 +336,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     (OptionError, f"{OF_FUNCTION}a list. Change the function", by_function([1.0, 1.0])),
     (
         OptionError,
-        "^the aggregation function must return finite coefficients, got infinite or NaN ones of",
+        "^the aggregation function must return finite coefficients, got infinite or NaN ones for",
         by_function(tensor([1.0, math.inf])),
     ),
     (
@@ -462,8 +462,8 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         DataError,
         "^mode 'prompt_mean' groups by prompt, and a microbatch has no prompt_ids. Give prompt_ids=, "
         r"or the batch key 'prompt_ids' \(int64 \[samples\], or Megatron's --sft with "
-        r"--loss-aggregation-sft-prompt-field FIELD\), which with_ids keeps where Megatron packs "
-        r"samples, or choose a mode without prompts \(--loss-aggregation\).$",
+        r"--loss-aggregation-sft-prompt-field FIELD\) \(with_ids keeps it where Megatron packs "
+        r"samples\), or choose a mode without prompts \(--loss-aggregation\).$",
         weighing(agg=PROMPT_MEAN),
     ),
     (
@@ -502,7 +502,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^ids must be a mapping by names of your own, got .*'prompt'.*. Give prompt_ids=",
+        "^ids must be a mapping with names of your own, got .*'prompt'.*. Give prompt_ids=",
         rows(ids={"prompt": ["a", "b"]}),
     ),
     *(
@@ -541,7 +541,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        "^ids must be a mapping by unit, got a Tensor. Give",
+        "^ids must map units to ids, got a Tensor. Give",
         of_sums([1.0] * 2, TURNS, ids=tensor([0, 1])),
     ),
     (
@@ -551,17 +551,17 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        r"^ids must be of one of \[\] in this plan, got 'prompt'. Give 'prompt_ids' in every microbatch",
+        r"^the unit of ids must be one of \[\] in this plan, got 'prompt'. Give 'prompt_ids' in every",
         partial(PLAN.ids, "prompt", 0),
     ),
     (
         DataError,
-        r"^samples need ids to be grouped by 'prompt', got those of \[\]. Give 'prompt_ids' in every",
+        r"^samples grouped by 'prompt' need its ids, got ids of \[\]. Give 'prompt_ids' in every",
         partial(PLAN.samples.groups, "prompt"),
     ),
     (
         DataError,
-        "^all microbatches of a step must have routed_tokens, or none, got 1 of 2. Give each",
+        "^all or none of a step's microbatches must have routed_tokens, got 1 of 2. Give each",
         partial(StepPlan.build, MEAN, [GOOD[0], replace(GOOD[0], routed_tokens=6)]),
     ),
     *(
@@ -588,7 +588,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     # Lengths 4, 6, 6: the second is not a multiple of 2 * cp = 4, though the total is.
     (DataError, r"cp_size = 4, got 6 for sequence 1\. Pad", halves_of(0, 4, 10, 16)),
     (DataError, "cu_seqlens_padded must .* start.* at 0", halves_of(4, 8)),
-    (DataError, "cu_seqlens_padded must .*not decrease", halves_of(0, 8, 4)),
+    (DataError, "cu_seqlens_padded must .*never decrease", halves_of(0, 8, 4)),
     (DataError, "cu_seqlens_padded must be int32 or int64", halves_of(0.0, 4.0)),
     (DataError, "layout's length 8, got 4.", partial(HALF.shard, torch.zeros(2, 4))),
     (DataError, "layout's length 8, got 7.", partial(HALF.unshard, [ONES[:4], ONES[:3]])),

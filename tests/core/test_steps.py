@@ -399,12 +399,12 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "ids": (
         by_prompt(GOOD),
         by_prompt(Microbatch(torch.ones(2, 3))),
-        "^DataError: samples need ids to be grouped by 'prompt', got those of .*. Give 'prompt_",
+        "^DataError: samples grouped by 'prompt' need its ids, got ids of .*. Give 'prompt_",
     ),
     "routed tokens": (
         routed(6),
         routed(None),
-        "^DataError: all microbatches of a step must have routed_tokens, or none, got 1 of 3. Give",
+        "^DataError: all or none of a step's microbatches must have routed_tokens, got 1 of 3. ",
     ),
     "extremes": (
         of_one_sample(1e-40),

@@ -569,7 +569,7 @@ def as_they_are(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 # The error, the mode, a change of the batches, and the forward step.
 REFUSED: list[tuple[str, str, Any, Any]] = [
     (
-        "DataError: a mean over microbatches needs those of the loop, got samples that Megatron deals",
+        "DataError: a mean over microbatches needs the loop's microbatches, got samples that",
         *("microbatch_mean", as_they_are, packed_step),
     ),
     (

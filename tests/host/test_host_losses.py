@@ -181,7 +181,7 @@ ROWS = {
     "too many without the flag": counted(partial(routed, number=2**28), per_token=False),
     "none": counted(partial(routed, number=0)),
     "some": counted(
-        some, "DataError: all microbatches of a step must have routed_tokens, or none, got 2 of 8"
+        some, "DataError: all or none of a step's microbatches must have routed_tokens, got 2 of 8"
     ),
     "negative": counted(
         partial(routed, number=-1), "DataError: routed_tokens must be an int >= 0, got -1"

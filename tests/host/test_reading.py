@@ -288,7 +288,7 @@ OVERWRITTEN = (
     "that changed ... Give new tensors in each batch, or clone them in the data iterator."
 )
 NO_MICROBATCH = (
-    "DataError: microbatches must be of class Microbatch, or mappings of such by term, got"
+    "DataError: microbatches must be of class Microbatch, or mappings of terms to Microbatch, got"
 )
 REFUSED = {
     "masks in one buffer": Refusal(OVERWRITTEN, two_rows("token_mean", iterator=in_one_buffer)),

@@ -105,10 +105,10 @@ BAD_STARTS = {
         "OptionError: @-levels needs @ nested_mean, got the preset 'trl/dapo'. Remove"
     ),
     "SCRIPT @ nested_mean @-levels prompt": (
-        "OptionError: nested_mean must have levels beside 'prompt', got it alone, which is prompt_mean."
+        "OptionError: nested_mean must have levels besides 'prompt', got only that one, which is"
     ),
     "SCRIPT @ nested_mean @-levels prompt sample turn": (
-        "OptionError: 'turn' ... ids of another name ... sample last"
+        "OptionError: 'turn' ... your own names of ids ... sample only last"
     ),
     "SCRIPT @ nested_mean @-levels position,sample": (
         "OptionError: ['position'] ... of tokens ... @-batch"
