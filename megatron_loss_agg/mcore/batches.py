@@ -75,8 +75,8 @@ class DrawnBatches:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"a data iterator that the hook draws ahead has no {name}. Call next(data_iterator) alone, "
-            "or give LossHook(read_step=...)."
+            f"a data iterator from which the hook draws ahead has no {name}. Call "
+            "next(data_iterator) alone, or give LossHook(read_step=...)."
         )
 
     def check_taken(self) -> None:
@@ -135,9 +135,9 @@ def read_batch(batch: Any, *, units: Sequence[Unit] = ()) -> Microbatch:
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("loss_mask"), Tensor):
         raise DataError(
-            f"a batch must be a mapping with the tensor 'loss_mask', got {batch_keys(batch)}. Add that "
-            "key (a mask that the model makes in its forward pass, as LLaVA's, is not supported), or "
-            f"{HOW_TO_READ}."
+            f"a batch must be a mapping with the tensor 'loss_mask', got {batch_keys(batch)}. Add "
+            "that key (a mask that the model makes in its forward pass, as in LLaVA, is not "
+            f"supported), or {HOW_TO_READ}."
         )
     whole_mask = batch["loss_mask"]
     by_sample: dict[str, Any] = {
@@ -189,8 +189,8 @@ def reader_for(read: ReadBatch, terms: Mapping[str, Term]) -> ReadBatch:
     units = {*reader_units, *units_by_id(terms)} - {"dataset"}
     if token_units := sorted(units & {"input", "position"}):
         raise OptionError(
-            f"levels must have ids of samples, got {token_units}, whose batch keys are of tokens. "
-            "Choose other names (--loss-aggregation-levels), or give a reader of your own "
+            f"levels must have ids of samples, got {token_units}, whose batch keys have one per "
+            "token. Choose other names (--loss-aggregation-levels), or give a reader of your own "
             "(--loss-aggregation-batch)."
         )
     return functools.partial(read_batch, units=sorted(units)) if units else read

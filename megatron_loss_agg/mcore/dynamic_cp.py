@@ -41,9 +41,9 @@ def with_cp_size(microbatch: TermMicrobatches, batch: Any) -> TermMicrobatches:
             size, gid = term.local_cp_size, term.gid
         if size is None:
             raise DataError(
-                "a batch under dynamic context parallelism must have the key 'local_cp_size', as those "
-                f"of Megatron's schedulers have, got {batch_keys(batch)}. Add it, or let the reader of "
-                "batches give Microbatch(local_cp_size=)."
+                "a batch under dynamic context parallelism must have the key 'local_cp_size', as "
+                f"batches of Megatron's schedulers do, got {batch_keys(batch)}. Add it, or let the "
+                "reader of batches give Microbatch(local_cp_size=)."
             )
         fields: dict[str, Any] = {"local_cp_size": int(size)}
         if term.sequences is not None:
@@ -65,8 +65,8 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
         got = [type(x).__name__ for x in item] if is_pair else type(item).__name__
         raise HostError(
             "the data iterator under hybrid context parallelism must give (samples by number, groups), "
-            "as HybridCPDataLoaderWrapper of Megatron-Core 0.16 to 0.19 does and its schedule needs, "
-            f"got {got}. Wrap it; a stock script, which does not wrap the data that it evaluates on, "
+            "as HybridCPDataLoaderWrapper of Megatron-Core 0.16 to 0.19 does and its schedule "
+            f"needs, got {got}. Wrap it; a stock script, which does not wrap its evaluation data, "
             "needs --eval-iters 0."
         )
     samples, groups = item
@@ -83,8 +83,8 @@ def dealt_batches(item: Any, rank: int) -> list[dict[str, Any]]:
             has_group = size == len(ranks) or (size.bit_count() == 1 and 2 * size <= len(ranks))
             if not are_neighbours or first % size or not has_group:
                 raise HostError(
-                    "a sample must be held by all ranks of a group that Megatron has, got ranks "
-                    f"{sharing} for one, on which its hybrid schedule would hang. Change "
+                    "a sample must be held by all ranks of one of Megatron's groups, got one on "
+                    f"ranks {sharing}, where its hybrid schedule would hang. Change "
                     "--max-seqlen-per-dp-cp-rank, or the batch."
                 )
         for gid in ranks[rank]:

@@ -95,7 +95,7 @@ def first_lines(
         ("counts", _counts(plan)),
     ]
     if without_tokens:
-        later = "the first step with tokens gets such lines, too"
+        later = "such lines are also printed for the first step with tokens"
         rows.append(("empty", f"every token is masked or rejected; {later}"))
     if any(call.groups.cp_rank_in(x).size > 1 for x in plan.shapes if x.starts is not None):
         rows.append(("split", f"{split}, over context-parallel ranks"))

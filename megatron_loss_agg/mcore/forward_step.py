@@ -103,9 +103,9 @@ def _stock_losses(
         )
     if len(names) > 1:
         raise HostError(
-            f"a loss of the terms {sorted(names)} must be a TokenLoss, whose losses are a mapping of "
-            f"them, got {function_name(loss_function)}. Return TokenLoss; for Megatron's distillation "
-            "add the extension of examples/extensions/distillation.py."
+            f"a loss of the terms {sorted(names)} must be a TokenLoss whose losses are a mapping "
+            f"by term, got {function_name(loss_function)}. Return TokenLoss; for Megatron's "
+            "distillation add the extension of examples/extensions/distillation.py."
         )
     # The hook's sum saves the output for the backward pass: a function that writes into it would
     # change the gradients.
@@ -114,9 +114,9 @@ def _stock_losses(
         returned = loss_function(output)
     if _version(output) != version:
         raise HostError(
-            f"a loss function must not write into the model's losses, whose gradients the hook takes "
-            f"as they were, and {function_name(loss_function)} does. Make a new tensor (losses = losses "
-            "* x), or return a TokenLoss."
+            "a loss function must not write into the model's losses, since the hook's gradients "
+            f"need them unchanged, but {function_name(loss_function)} does. Make a new tensor "
+            "(losses = losses * x), or return a TokenLoss."
         )
     if not isinstance(returned, (tuple, list)) or len(returned) not in (2, 3):
         raise HostError(
@@ -138,8 +138,8 @@ def merged_reports(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
     """Both reports merged; DataError for a name in both."""
     if shared := sorted(one.keys() & other.keys()):
         raise DataError(
-            f"reports must have different names, got two of {shared}: of the script, an aggregated "
-            "loss or an extension. Rename yours."
+            f"reports must have different names, got {shared} twice: from the script, an "
+            "aggregated loss or an extension. Rename yours."
         )
     return {**one, **other}
 
@@ -150,9 +150,10 @@ def check_one_loss_per_token(losses: Any, mask: Any, of: str) -> None:
         return
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else described(mask)
     raise DataError(
-        f"losses of {of} must be one for each element of the loss mask {shape}, without a sum or mean "
-        f"over tokens, got {described(losses)}. Call the model with labels, or return a TokenLoss with "
-        "the mask of the same tokens: under context parallelism this rank's part, see CPLayout.shard."
+        f"losses of {of} must have one value for each element of the loss mask {shape}, without a "
+        f"sum or mean over tokens, got {described(losses)}. Call the model with labels, or return "
+        "a TokenLoss with the mask of the same tokens: under context parallelism this rank's part, "
+        "see CPLayout.shard."
     )
 
 
@@ -160,8 +161,8 @@ def check_has_gradient(total: Tensor, output: Any) -> None:
     """Raise HostError for losses that were detached from the model's output."""
     if not total.requires_grad and any(x.requires_grad for x in tensors_in(output)):
         raise HostError(
-            "losses of a training step must have a gradient, and these were detached from the model's "
-            "output. Compute them from the output itself."
+            "losses of a training step must have a gradient, but these were detached from the "
+            "model's output. Compute them from the output itself."
         )
 
 

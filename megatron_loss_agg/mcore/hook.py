@@ -143,7 +143,7 @@ class LossHook:
         self.terms = named_terms(aggregation)
         if "lm" in self.terms:
             raise OptionError(
-                "a term must have another name than 'lm', since 'lm loss' is the mean over tokens. "
+                "a term must have a name other than 'lm', since 'lm loss' is the mean over tokens. "
                 "Rename it."
             )
         self.units = units_read(self.terms)
@@ -245,7 +245,8 @@ class LossHook:
             if step.num_taken < len(microbatches):
                 raise DataError(
                     f"the calls inside hook.step must take all of its {len(microbatches)} "
-                    f"microbatches, got {step.num_taken}. Let their num_microbatches add up to all."
+                    f"microbatches, got {step.num_taken}. Let their num_microbatches add up to "
+                    "that."
                 )
         finally:
             self._open_step = None
@@ -314,7 +315,7 @@ class LossHook:
     def warn_of_mismatch(self, error: AggregationError) -> None:
         """Print and count a step's error; training goes on."""
         self.num_mismatches += 1
-        print(f"megatron_loss_agg: a step goes on although {error}", file=sys.stderr, flush=True)
+        print(f"megatron_loss_agg: training continues, but {error}", file=sys.stderr, flush=True)
 
     def compared_settings(self) -> dict[str, object]:
         """Settings that must be the same on every rank."""

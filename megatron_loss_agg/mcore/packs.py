@@ -42,8 +42,8 @@ def pack_offsets(
     if set(offsets) not in _OFFSET_FORMS:
         forms = " or ".join(" with ".join(sorted(form)) for form in _OFFSET_FORMS)
         raise DataError(
-            f"the offsets of a batch must be exactly one of {forms}, got {' and '.join(offsets)}, of "
-            "which real and padded ones cannot be told apart. Rename or drop a key."
+            f"the offsets of a batch must be exactly one of {forms}, got {' and '.join(offsets)}, "
+            "where real and padded ones cannot be told apart. Rename or drop a key."
         )
     rows = [_offset_rows(key, x, mask) for key, x in offsets.items()]
     if not _are_all_samples(rows[-1], sample_counts):
@@ -105,7 +105,7 @@ def _joined_packs(key: str, rows: Tensor, fillers: Sequence[int], mask: Tensor) 
     length = mask.shape[1]
     if any(int(pack[-1]) != length for pack in packs):
         raise DataError(
-            f"the batch key {key!r} must end at the length {length} of every pack where several packs "
-            "are joined to one, got other ends. Let the last sample reach to the pack's end."
+            f"the batch key {key!r} must end at the length {length} of every pack if several packs "
+            "are joined into one, got other ends. Let the last sample reach to the pack's end."
         )
     return torch.cat([packs[0][:1], *(pack[1:] + i * length for i, pack in enumerate(packs))])

@@ -156,8 +156,8 @@ def gathered(values: Tensor, shape: MicrobatchShape, call: Call) -> Tensor:
     if not isinstance(values, Tensor) or not same_order(values.shape, expected):
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise DataError(
-            f"gather of a TokenLoss must return a number for each token of this rank, {expected}, got "
-            f"{got}. Return log-probabilities, say, in that shape."
+            f"gather of a TokenLoss must return a number for each token of this rank, {expected}, "
+            f"got {got}. Return, for example, log-probabilities in that shape."
         )
     values = values.reshape(expected)
     if cp.size == 1:
@@ -230,16 +230,16 @@ def check_local_mask(mask: Tensor, shape: MicrobatchShape, cp_size: int, is_whol
         return
     if not is_whole and cp_size > 1 and mask.numel() == math.prod(shape.mask):
         raise DataError(
-            f"losses and mask must be of this context-parallel rank's part of the tokens, {expected}, "
-            f"got all of them, {tuple(mask.shape)}. Shard them as the model's inputs are "
+            "losses and mask must cover this context-parallel rank's part of the tokens, "
+            f"{expected}, got all of them, {tuple(mask.shape)}. Shard them like the model's inputs "
             "(CPLayout.shard), or let the hook gather: TokenLoss(compute, whole_mask, gather)."
         )
     whose = "the whole" if is_whole else "this rank's part of the batch's"
     raise DataError(
         f"the loss function's mask must have the shape of {whose} mask, {expected}, got "
-        f"{tuple(mask.shape)}. Give masks [samples, seq], not transposed, and a batch that is whole (a "
-        "mask that the model makes, as LLaVA's, is not supported); or give a function batch -> "
-        "Microbatch (--loss-aggregation-batch, or LossHook(read_batch=...))."
+        f"{tuple(mask.shape)}. Give masks [samples, seq], not transposed, and a batch that is "
+        "whole (a mask that the model makes, as in LLaVA, is not supported); or give a function "
+        "batch -> Microbatch (--loss-aggregation-batch, or LossHook(read_batch=...))."
     )
 
 

@@ -72,7 +72,7 @@ _ANOTHER_RANK_FAILED = (
     "rank first."
 )
 _ANOTHER_RANK_DIFFERED = (
-    "another rank's losses were not those that were planned. Fix the error of that rank first."
+    "another rank's losses were not the planned ones. Fix the error of that rank first."
 )
 
 
@@ -215,20 +215,20 @@ class Step:
             return call
         if call.draws_samples:
             raise HostError(
-                "hook.step must not go with hybrid context parallelism, whose schedule takes the "
-                "samples of a whole step, got a call inside of it. Leave hook.step out."
+                "hook.step must not be used with hybrid context parallelism, whose schedule takes "
+                "the samples of a whole step, got a call inside it. Leave hook.step out."
             )
         number, first_index = call.scale.num_microbatches, self.num_taken
         if first_index and not self.is_planned:
             raise DataError(
-                "a step must be planned by its first call, and that call failed, got a further call in "
-                "its hook.step. Leave the block, and begin the step anew."
+                "a step must be planned by its first call, but that call failed, got a further "
+                "call in its hook.step. Leave the block, and start the step again."
             )
         left = len(self.microbatches) - first_index
         if number > left:
             raise DataError(
                 f"a call in a hook.step must take at most the {left} of {len(self.microbatches)} "
-                f"microbatches that are left (a call that failed has taken its own), got "
+                "microbatches that are left (a failed call uses up its own), got "
                 f"num_microbatches={number}. Correct it."
             )
         self.num_taken += number
@@ -361,8 +361,8 @@ class Step:
             self.num_forward_steps += 1
             if i == number:
                 raise HostError(
-                    f"a forward step must run once for each of the {number} microbatches, got one more. "
-                    "Call it once in its turn, without a rehearsal."
+                    f"a forward step must run once for each of the {number} microbatches, got one "
+                    "more. Call it once for each, without trial runs."
                 )
             with contextlib.nullcontext() if tokens is None else tokens.observing(call, plans, i):
                 output, loss_function = script_forward_step(*args, **kwargs)

@@ -172,8 +172,9 @@ class Part(Step):
         rejected = sums.new_zeros(num_samples) if term.rejected is None else term.rejected.to(sums)
         if rejected.shape != (num_samples,):
             raise DataError(
-                f"rejected of MaskedLosses must be bool [samples], of the {num_samples} samples of the "
-                f"microbatch, got shape {tuple(rejected.shape)}. Give one for each sample."
+                "rejected of MaskedLosses must be bool [samples], one for each of the "
+                f"{num_samples} samples of the microbatch, got shape {tuple(rejected.shape)}. Give "
+                "one for each sample."
             )
         counts = torch.cat([sums, (mask != 0).sum().to(sums).view(1), rejected])
         counts_by_rank = all_gather(counts, call.groups.cp)
@@ -197,17 +198,17 @@ class Part(Step):
         # lack the microbatches without a decided mask.
         if self.decided and len(self.decided) != len(plan_of_first_term(plans).sizes):
             raise DataError(
-                "the losses of all microbatches of a call must decide their masks, or of none, got "
-                f"{len(self.decided)} of {len(self.sums)}. Return MaskedLosses always."
+                "the losses of all microbatches of a call, or of none, must decide their masks, "
+                f"got {len(self.decided)} of {len(self.sums)}. Return MaskedLosses always."
             )
 
     def _compare(self, call: Call, plans: Plans) -> None:
         super()._compare(call, plans)
         if self._is_too_large and bool(torch.stack(self._is_too_large).any()):
             raise DataError(
-                "a mask that the loss decides must be from 0 to the loss_mask of its TokenLoss (or to "
-                "1, of a sample), got values outside. Give the largest mask as loss_mask, and in the "
-                "batch."
+                "a mask that the loss decides must be from 0 to the loss_mask of its TokenLoss (to "
+                "1 for a sample), got values outside. Give the largest mask as loss_mask, and in "
+                "the batch."
             )
 
 
@@ -265,8 +266,8 @@ class Stream:
         """Make one call of the schedule, which adds to the gradients."""
         if self._call is not None and call.chunks != self._call.chunks:
             raise DataError(
-                "all calls of a stream must train one model, since its end divides one, got "
-                "another. Make a LossHook for each model."
+                "all calls of a stream must train one model, since only one model's gradients are "
+                "divided at its end, got another. Make a LossHook for each model."
             )
         self._call = call = end_counted(call, ends_step=False)
         check_model(call)
@@ -295,8 +296,8 @@ class Stream:
                 )
             if self._has_failed:
                 raise DataError(
-                    "a step must not be finished after one of its calls failed, which left a part of "
-                    "its gradients. Leave the block, zero the gradients, and begin the step anew."
+                    "a step must not be finished after one of its calls failed and left part of "
+                    "its gradients. Leave the block, zero the gradients, and start the step again."
                 )
         is_first = not hook.verified.has_run(call)
         if is_first:
@@ -541,15 +542,15 @@ def check_end_counted(hook: LossHook) -> None:
         agg = term.aggregation
         if agg.function is not None:
             raise OptionError(
-                f"a custom function needs the samples of the whole step, got it for {name!r} in a step "
-                "that is counted at its end. Choose another mode, or count the step before (hook.step, "
-                "or without --loss-aggregation-count end)."
+                f"a custom function needs the samples of the whole step, got one for {name!r} in a "
+                "step that is counted at its end. Choose another mode, or count the step before "
+                "(hook.step, or without --loss-aggregation-count end)."
             )
         if "dataset" in _whole_units(agg):
             raise OptionError(
-                f"a mean over data sets needs the tokens of the whole step, got it for {name!r} in a "
-                "step that is counted at its end. Choose another mode, or count the step before "
-                "(hook.step, or without --loss-aggregation-count end)."
+                f"a mean over data sets needs the tokens of the whole step, got one for {name!r} "
+                "in a step that is counted at its end. Choose another mode, or count the step "
+                "before (hook.step, or without --loss-aggregation-count end)."
             )
     kinds = {name: _denominator_in_words(x.aggregation) for name, x in hook.terms.items()}
     if len({*kinds.values()}) > 1:
@@ -594,8 +595,8 @@ def check_total(call: Call, total: Tensor) -> None:
         factor = denominator_factor(call)
         raise DataError(
             f"the denominator of the step must be at least {1 / factor:.3g}, got "
-            f"{float(total) / factor:.3g}. Give masks and sample_weights that are larger "
-            "by a constant, or train in bf16."
+            f"{float(total) / factor:.3g}. Make masks and sample_weights larger by a constant "
+            "factor, or train in bf16."
         )
 
 

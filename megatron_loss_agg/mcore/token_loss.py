@@ -138,15 +138,15 @@ class TokenLoss(LossFunction):
 
     def __call__(self, output: Any) -> tuple[Tensor, Tensor, Mapping[str, Any]]:
         if self.gather or self.report or isinstance(self.loss_mask, Mapping):
-            raise _needs_hook("a TokenLoss of several masks, or with gather= or report=,")
+            raise _needs_hook("a TokenLoss with several masks, gather= or report=")
         losses, report = losses_and_report(self.compute(output))
         if isinstance(losses, (Mapping, MaskedLosses)):
-            raise _needs_hook("a TokenLoss of several terms, or that decides its mask,")
+            raise _needs_hook("a TokenLoss that has several terms or decides its mask")
         check_one_loss_per_token(losses, self.loss_mask, "a TokenLoss")
         if hooks and losses.requires_grad:
             warnings.warn(
-                "a TokenLoss is trained as Megatron averages it, although there is a LossHook. Call the "
-                "schedule that hook.wrap(get_forward_backward_func()) returns.",
+                "a TokenLoss is averaged by Megatron itself, although there is a LossHook. Call "
+                "the schedule that hook.wrap(get_forward_backward_func()) returns.",
                 stacklevel=2,
             )
         mask = constant_mask(self.loss_mask).reshape(-1)
@@ -216,8 +216,8 @@ class SampleLoss(LossFunction):
     ) -> None:
         if (per_token is None) != (loss_mask is None):
             raise DataError(
-                "per_token and loss_mask of a SampleLoss go together, got one of them. Give the mask of "
-                "this rank's tokens beside per_token."
+                "per_token and loss_mask of a SampleLoss go together, got only one of them. Give "
+                "the mask of this rank's tokens with per_token."
             )
         self.compute = compute
         self.per_token = per_token
@@ -237,8 +237,9 @@ class SampleLoss(LossFunction):
             if cp.size > 1:
                 check_has_one_group(call.groups)
                 raise DataError(
-                    "a SampleLoss under context parallelism needs per_token=, since each rank has a "
-                    "part of the tokens, and got none. Give SampleLoss(compute, per_token, loss_mask)."
+                    "a SampleLoss under context parallelism needs per_token=, since each rank has "
+                    "only a part of the tokens, got none. Give SampleLoss(compute, per_token, "
+                    "loss_mask)."
                 )
             computed, report = losses_and_report(self.compute(output))
         else:
@@ -246,8 +247,9 @@ class SampleLoss(LossFunction):
             sequences = plan_of_first_term(plans).sequences[i]
             if sequences is None or any(plans[name].sequences[i] is None for name in names):
                 raise DataError(
-                    "SampleLoss(per_token=) needs the token sequences of its microbatch, and got none. "
-                    "Read Microbatch.of_samples(number, sequences=Microbatch(loss_mask, cu_seqlens))."
+                    "SampleLoss(per_token=) needs the token sequences of its microbatch, got none. "
+                    "Read Microbatch.of_samples(number, sequences=Microbatch(loss_mask, "
+                    "cu_seqlens))."
                 )
             mask = constant_mask(self.loss_mask)
 
@@ -281,8 +283,8 @@ class SampleLoss(LossFunction):
 
 def _needs_hook(loss_function: str) -> HostError:
     return HostError(
-        f"{loss_function} needs a hook, and was called without one. Wrap the schedule by "
-        "LossHook(...).wrap, with LossHook(aggregate_evaluation=True) for evaluations."
+        f"{loss_function} needs a hook, but was called without one. Wrap the schedule with "
+        "LossHook(...).wrap, using LossHook(aggregate_evaluation=True) for evaluations."
     )
 
 

@@ -620,7 +620,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
         partial(LossHook, SUM, empty_step="ignore"),
     ),
     (OptionError, "^split must be .*, got 'zigzags'.", partial(LossHook, SUM, split="zigzags")),
-    (OptionError, "^a term must have another name than 'lm'", partial(LossHook, {"lm": SUM})),
+    (OptionError, "^a term must have a name other than 'lm'", partial(LossHook, {"lm": SUM})),
     (
         OptionError,
         "^extensions must be objects of class Extension, got <class",
@@ -628,13 +628,13 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        r"^losses of a TokenLoss must be one for each element of the loss mask \(2, 3\), .*\(3, 2\)",
+        r"^losses of a TokenLoss must have one value for each element of the loss mask \(2, 3\), .*\(3,",
         loss_of_rows(ROWS.T),
     ),
-    (HostError, "needs a hook, and was called without one", loss_of_rows(ROWS, gather=torch.abs)),
-    (HostError, "needs a hook, and was called without one", loss_of_rows(ROWS, report=max)),
-    (HostError, "needs a hook, and was called without one", partial(SampleLoss(torch.abs), ONES)),
-    (DataError, "go together, got one of them. Give", partial(SampleLoss, max, torch.abs)),
+    (HostError, "needs a hook, but was called without one", loss_of_rows(ROWS, gather=torch.abs)),
+    (HostError, "needs a hook, but was called without one", loss_of_rows(ROWS, report=max)),
+    (HostError, "needs a hook, but was called without one", partial(SampleLoss(torch.abs), ONES)),
+    (DataError, "go together, got only one of them. Give", partial(SampleLoss, max, torch.abs)),
 ]
 
 

@@ -175,7 +175,7 @@ def test_experts_with_biases_have_the_gradient_of_their_loss(name: str) -> None:
 
 UNCOVERED = (
     "DataError: context-parallel rank 0 of 1 must have 12 tokens, got 16. Let the sequence offsets "
-    "cover every token, and padding."
+    "cover every token, including padding."
 )
 WINDOW = "HostError: --window-size cannot go with context parallelism or packed"
 

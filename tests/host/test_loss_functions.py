@@ -336,7 +336,7 @@ FUNCTIONS_REFUSED = {
     ),
     # As of a model with a second output for another loss.
     "two outputs": refused(
-        "DataError: losses of the model's output must be one for each ... got a tuple ... a TokenLoss",
+        "DataError: losses of the model's output must have one value ... got a tuple ... a TokenLoss",
         lambda losses, mask: ((losses, losses), partial(of_first, mask)),
     ),
     "losses [seq, samples]": refused(
@@ -344,7 +344,7 @@ FUNCTIONS_REFUSED = {
         transposed,
     ),
     "a part of the losses": refused(
-        "DataError: losses of a TokenLoss must be one for each element of the loss mask",
+        "DataError: losses of a TokenLoss must have one value for each element of the loss mask",
         with_losses(lambda x: x[:, 1:]),
     ),
     "a part of losses and mask": refused(
@@ -352,7 +352,7 @@ FUNCTIONS_REFUSED = {
         lambda losses, mask: stock(losses[..., 1:], mask[..., 1:]),
     ),
     "detached losses": refused(
-        "HostError: losses of a training step must have a gradient, and these were detached",
+        "HostError: losses of a training step must have a gradient, but these were detached",
         with_losses(Tensor.detach),
     ),
 }

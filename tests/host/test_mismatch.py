@@ -58,7 +58,7 @@ def test_a_mismatch_is_printed_and_counted_if_the_hook_is_to_warn() -> None:
         # Found after a step's reports are made, so that the next step is the first to report it.
         assert [number for _, number, _ in results] == pytest.approx([0, 0, 1, 1, 2])
         says = [
-            "a step goes on although the loss function's mask must be" in text
+            "training continues, but the loss function's mask must be" in text
             for *_, text in results
         ]
         assert says == [step == (3 if rank else 1) for step in range(5)]

@@ -231,7 +231,7 @@ def without_prompts(batch: dict[str, Any], _: tuple[int, ...]) -> dict[str, Any]
 
 
 PROMPTLESS = {"batch": without_prompts, "hook": {"also": ["prompt_mean", "sample_mean"]}}
-NO_IDS = "DataError: 'prompt_mean' of also groups by prompt, and a microbatch has no prompt_ids"
+NO_IDS = "DataError: 'prompt_mean' in also= groups by prompt, and a microbatch has no prompt_ids"
 NO_IDS += (
     " ... Megatron's --sft with --loss-aggregation-sft-prompt-field FIELD), or remove that mode"
 )

@@ -245,7 +245,7 @@ def refused(step: Any, says: str = "", cp: bool = False, **more: Any) -> Refusal
 UNMASKED = partial(with_labels, loss_mask=None)
 NOT_SHIFTED = (
     "HostError: must shift the batch's loss mask by each depth of MTP ... loss_mask= ... for packs "
-    "with the padded offsets, not the real ones, as cu_seqlens_q ... (MTPAggregation)"
+    "with the padded, not the real, offsets as cu_seqlens_q ... (MTPAggregation)"
 )
 ROWS = {
     "without layers": refused(
@@ -287,7 +287,7 @@ ROWS = {
     "of contiguous parts": refused(contiguous, NOT_SHIFTED, cp=True),
     "of a term that weighs nothing": refused(
         partial(of_terms, names="ab", step=with_labels),
-        "OptionError: by which it multiplies MTP's losses, got 0 of 'a'. Change it",
+        "OptionError: multiplier, which also multiplies MTP's losses, got 0 for 'a'. Change it",
         terms={"a": Term(aggregation("sum"), 0.0), "b": Term(aggregation("sum"))},
     ),
     "in a mode by ids that batches lack": Refusal(
@@ -303,7 +303,7 @@ ROWS = {
     ),
     "of a term named as a depth": refused(
         partial(of_terms, names=("a", "mtp_1 a"), step=with_labels),
-        "DataError: reports must have different names, got two of ['mtp_1 a loss']",
+        "DataError: reports must have different names, got ['mtp_1 a loss'] twice",
         terms={"a": aggregation("sum"), "mtp_1 a": aggregation("sum")},
     ),
 }

@@ -149,9 +149,9 @@ def test_a_mask_that_the_model_makes_is_refused_unless_it_is_read(name: str) -> 
     case = Case("sample_mean", places=STEP, batch=llava_batch, step=llava_step)
     assert_says(
         error_of(take, case, TOPOLOGIES[name], [gpt.data_parallel(llava_model(False))]),
-        "DataError: the loss function's mask must have the shape of this rank's part of the batch's "
-        "mask, (1,  ... (a mask that the model makes, as LLaVA's, is not supported); or give a function "
-        "batch -> Microbatch",
+        "DataError: the loss function's mask must have the shape of this rank's part of the "
+        "batch's mask, (1,  ... (a mask that the model makes, as in LLaVA, is not supported); or "
+        "give a function batch -> Microbatch",
     )
 
 

@@ -90,7 +90,7 @@ REAL_OFFSETS = Case(
 )
 OTHER_STARTS = (
     "DataError: the samples of a pack must begin where the model's sequences do, [0, 8], got [0, 5]. "
-    "Give the batch key 'cu_seqlens_padded' beside"
+    "Give the batch key 'cu_seqlens_padded' too"
 )
 BATCHES = {
     "real offsets of a padded pack": Refusal(OTHER_STARTS, REAL_OFFSETS, "dp1"),
@@ -254,7 +254,7 @@ CALLS = {
         *(1, 2), says="DataError: the calls inside hook.step must take all of its 4 ... got 3"
     ),
     "a call after a first one that failed": Refusal(
-        "DataError: a step must be planned by its first call, and that call failed",
+        "DataError: a step must be planned by its first call, but that call failed",
         replace(FOUR, mode="prompt_mean", run=going_on_after_a_failed_plan),
         "dp1",
     ),

@@ -277,7 +277,7 @@ ROWS = {
         on_rank={},
     ),
     "a decided mask in one microbatch of a call": Refusal(
-        "DataError: the losses of all microbatches of a call must decide their masks, or of none, got 1",
+        "DataError: the losses of all microbatches of a call, or of none, must decide their masks,",
         decided(run=one_call, step=decides_once),
     ),
     "a decided mask that is too large": Refusal(
@@ -285,7 +285,7 @@ ROWS = {
         decided(step=enlarges),
     ),
     "a decided mask in one microbatch of a call, where mismatches are warnings": Refusal(
-        "DataError: the losses of all microbatches of a call must decide their masks",
+        "DataError: the losses of all microbatches of a call, or of none, must decide their masks",
         decided(run=one_call, step=decides_once, after=decided(hook={"mismatch": "warn"})),
     ),
     "decided masks that lack a term": Refusal(
@@ -299,7 +299,7 @@ ROWS = {
         on_rank={1: "PeerError: rank 0 of the group failed while planning"},
     ),
     "late rejection of too many samples": Refusal(
-        "DataError: rejected of MaskedLosses must be bool [samples], of the 2 samples",
+        "DataError: rejected of MaskedLosses must be bool [samples], one for each of the 2 samples",
         decided(step=functools.partial(rejects_by_rank, rejects=of_too_many)),
     ),
     "late rejection by one context-parallel rank": Refusal(

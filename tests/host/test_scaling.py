@@ -262,7 +262,7 @@ def bare(model: Any) -> Any:
 
 def cannot(name: str) -> str:
     return (
-        f"HostError: must be measured before the first step, and that of a {name} cannot be ... "
+        f"HostError: must be measured before the first step, but for a {name} it cannot be ... "
         "choose LossHook(trust_unmeasured=True) (--loss-aggregation-unmeasured trust)"
     )
 

@@ -682,7 +682,7 @@ OF_PARTS = {
         f"a split that is none of these, {declared}": of_pack(
             "backwards",
             "microbatch 0 must be split over context-parallel ranks as one of zigzag, zigzag_pack, "
-            "contiguous, got tokens that are no part",
+            "contiguous, got tokens that are not part",
             declared=declared,
         )
         for declared in (None, *SPLITS)

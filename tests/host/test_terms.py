@@ -244,7 +244,7 @@ ROWS = {
     ),
     "one of one": misfit("", KL, aggregation("token_mean")),
     "taken name": misfit(
-        "DataError: reports must have different names, got two of ['loss'] ... Rename",
+        "DataError: reports must have different names, got ['loss'] twice ... Rename",
         dict,
         report={"loss": 1},
     ),

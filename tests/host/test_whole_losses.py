@@ -575,9 +575,11 @@ def half_the_mask(mask: Tensor) -> Tensor:
     return mask / 2
 
 
-ALL_OF_THEM = "DataError: losses and mask must be of this context-parallel rank's part ... got all"
+ALL_OF_THEM = "DataError: losses and mask must cover this context-parallel rank's part ... got all"
 PART = "DataError: gather of a TokenLoss must return a number for each token of this rank"
-WHOLE_MASK = "DataError: losses of a TokenLoss must be one for each element of the loss mask"
+WHOLE_MASK = (
+    "DataError: losses of a TokenLoss must have one value for each element of the loss mask"
+)
 ROWS = {
     "losses of all tokens": refused(of_all_tokens, f"{ALL_OF_THEM} of them ... gather)"),
     "losses and masks of all tokens": refused(
@@ -608,7 +610,7 @@ ROWS = {
     ),
     "numbers of other tokens": refused(
         form(wrong_numbers),
-        "DataError: losses of per_token of a SampleLoss must be one for each element",
+        "DataError: losses of per_token of a SampleLoss must have one value for each element",
         read_pairs,
     ),
     "another mask": refused(

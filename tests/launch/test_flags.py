@@ -134,13 +134,13 @@ def test_further_modes_take_the_flags_of_the_loss(flags: str) -> None:
 
 
 REFUSED_ALSO = {
-    "@ token_mean @-also token_mean": r"^also must .* got 'token_mean' twice\. Remove it",
-    "@ token_mean @-also sum sum": r"^also must .* got 'sum' twice\. Remove it",
+    "@ token_mean @-also token_mean": r"^also= must .* got 'token_mean' twice\. Remove it",
+    "@ token_mean @-also sum sum": r"^also= must .* got 'sum' twice\. Remove it",
     "@ token_mean @-also meen": r"^unknown mode 'meen'",
     "@ token_mean @-also constant": r"^mode 'constant' needs a divisor",
     "@ token_mean @-also sample_mean @-divisor 7": r"^mode 'token_mean' takes no divisor",
     "@ token_mean @-also nested_mean @-levels turn,sample": (
-        r"^also must group by dataset, prompt, rollout or sample, .* got \['turn'\] in 'nested_mean'"
+        r"^also= must group by dataset, prompt, rollout or sample, .* got \['turn'\] in 'nested_mea"
     ),
 }
 

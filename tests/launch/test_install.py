@@ -140,7 +140,7 @@ def test_a_fused_cross_entropy_is_taken_from_the_release_on_that_weighs_each_tok
     monkeypatch.setattr("megatron.core.utils._te_version", Version(engine))
     fused = FUSED | {"cross_entropy_fusion_impl": "te"}
     args = argparse.Namespace(loss_aggregation="token_mean", **fused)
-    raises = pytest.raises(HostError, match=f"Transformer Engine {engine}, as all before 2.11")
+    raises = pytest.raises(HostError, match=f"Transformer Engine {engine}, like all before 2.11")
     with raises if refused else contextlib.nullcontext():
         assert hook_from_args(args) is not None
 

@@ -13,10 +13,10 @@ from megatron_loss_agg.errors import HostError, OptionError
 from megatron_loss_agg.mcore.call import Call
 from megatron_loss_agg.mcore.extension import Extension
 
-_FURTHER_DATA = "it adds ranks with data of their own"
+_FURTHER_DATA = "it adds ranks that have their own data"
 _REFUSED = {
     "logits_load_ignore_errors": (
-        "a microbatch whose teacher fails would count in the denominators and lack a term"
+        "a microbatch whose teacher fails would count in the denominators but lack a term"
     ),
     "gtp_weight_remat_size": _FURTHER_DATA,
     "expert_gtp_weight_remat_size": _FURTHER_DATA,
@@ -151,8 +151,8 @@ def _check_dynamic_context_parallel(settings: Any) -> None:
         is_on = getattr(settings, name, False)
         if is_on and not getattr(settings, "calculate_per_token_loss", False):
             raise HostError(
-                f"--{name.replace('_', '-')} needs --calculate-per-token-loss, since ranks have "
-                "different numbers of samples, by which Megatron would average. Add that flag."
+                f"--{name.replace('_', '-')} needs --calculate-per-token-loss, since otherwise "
+                "Megatron averages over each rank's own number of samples. Add that flag."
             )
 
 
@@ -162,8 +162,8 @@ def _check_optimizer_instances(settings: Any, wrapper_settings: Any) -> None:
     per_token = getattr(settings, "calculate_per_token_loss", False)
     if instances > 1 and stages > 1 and per_token:
         reason = (
-            "Megatron itself computes other gradients with calculate_per_token_loss over several "
-            "pipeline stages"
+            "Megatron itself computes different gradients with calculate_per_token_loss over "
+            "several pipeline stages"
         )
         raise _refusal("num_distributed_optimizer_instances", " > 1", reason)
 
@@ -185,8 +185,8 @@ def _check_fused_cross_entropy(settings: Any) -> None:
     is_installed = get_te_version().release != (0, 0, 0)  # Megatron's word for none
     if is_installed and not is_te_min_version("2.11.0"):
         reason = (
-            f"Transformer Engine {get_te_version()}, as all before 2.11, multiplies gradients of tokens "
-            "by the weights of others"
+            f"Transformer Engine {get_te_version()}, like all before 2.11, multiplies gradients of "
+            "tokens by the weights of other tokens"
         )
         raise _refusal("cross_entropy_fusion_impl", " te", reason)
 
@@ -215,7 +215,7 @@ def _check_cuda_graphs(settings: Any) -> None:
         value = getattr(settings, f"cuda_graph_{name}", None)
         values = value if isinstance(value, list) else [value]
         if "full_iteration" in [getattr(x, "name", x) for x in values]:  # an enumeration or text
-            reason = "it replays one step's weights for all, as graphs of layers do not"
+            reason = "it replays one step's weights for all steps, unlike graphs of layers"
             flag = f"cuda_graph_{name.removesuffix('_deprecated')}"
             raise _refusal(flag, " full_iteration", reason)
 

@@ -28,8 +28,9 @@ def warn_of_restarting_ids(plans: Mapping[str, StepPlan]) -> None:
         counts = microbatches.unique(return_counts=True)[1].tolist()
         if len(counts) > 1 and torch.equal(ids, torch.cat([torch.arange(n) for n in counts])):
             warnings.warn(
-                f"the {unit}_ids start at 0 in each of the {len(counts)} microbatches with samples, "
-                f"and equal ids are one {unit} over the whole step. If they are several {unit}s, number "
-                f"them on through all microbatches and ranks (the batch key '{unit}_ids').",
+                f"the {unit}_ids start at 0 in each of the {len(counts)} microbatches with "
+                f"samples, and equal ids mean one {unit} over the whole step. If they are "
+                f"different {unit}s, number them consecutively over all microbatches and ranks "
+                f"(the batch key '{unit}_ids').",
                 stacklevel=2,
             )

@@ -67,10 +67,10 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
         if trust_unmeasured:
             return None
         raise HostError(
-            f"Megatron's averaging must be measured before the first step, and that of a "
-            f"{type(call.chunks[-1]).__name__} cannot be. Wrap the model in one of Megatron's "
-            f"{', '.join(WRAPPERS)}, or, if gradients are averaged as the first of these does, choose "
-            f"{_TRUST}."
+            "Megatron's averaging must be measured before the first step, but for a "
+            f"{type(call.chunks[-1]).__name__} it cannot be. Wrap the model in one of Megatron's "
+            f"{', '.join(WRAPPERS)}, or, if gradients are averaged like in the first of these, "
+            f"choose {_TRUST}."
         )
     measured = measured_factor(call, wrap)
     if abs(measured - 1) <= _TOLERANCE:  # False for NaN
@@ -84,9 +84,9 @@ def check_scaling(call: Call, trust_unmeasured: bool) -> float | None:
         f"gradients must be the planned ones, got {measured:.6g} times those in megatron-core "
         f"{__version__} with {type(call.chunks[-1]).__name__} and config.finalize_model_grads_func="
         f"{getattr(finalize, '__qualname__', finalize)} ({call.scale}). Use {WRAPPERS[0]} and "
-        "finalize_model_grads of Megatron-Core 0.13 to 0.19, or turn off calculate_per_token_loss; or, "
-        "if the loop itself reduces and scales gradients after the schedule, leave it None and "
-        f"choose {_TRUST}."
+        "finalize_model_grads of Megatron-Core 0.13 to 0.19, or turn off calculate_per_token_loss; "
+        "or, if the loop itself reduces and scales gradients after the schedule, leave that "
+        f"function None and choose {_TRUST}."
     )
 
 

@@ -212,17 +212,18 @@ def check_split(i: int, fitting: Collection[str] | None, split: str, is_declared
     """
     if fitting is None and not is_declared:
         raise DataError(
-            f"the split of microbatch {i} must be verified, and the model is not called with labels or "
-            f"tokens of the batch. Declare it: --loss-aggregation-split {{{','.join(SPLITS)}}} "
-            "(LossHook(split=)), or give Microbatch(model_inputs=...)."
+            f"the split of microbatch {i} must be verified, but the model is not called with "
+            "labels or tokens of the batch. Declare it: --loss-aggregation-split "
+            f"{{{','.join(SPLITS)}}} (LossHook(split=)), or give Microbatch(model_inputs=...)."
         )
     if fitting is None or split in fitting:
         return
     if not fitting:
         raise DataError(
-            f"microbatch {i} must be split over context-parallel ranks as one of {', '.join(SPLITS)}, "
-            "got tokens that are no part of the batch's under any of them. Split every sequence as "
-            "CPLayout does, or give Microbatch(model_inputs=...) with the tensors of the model's calls."
+            f"microbatch {i} must be split over context-parallel ranks as one of "
+            f"{', '.join(SPLITS)}, got tokens that are not part of the batch under any of them. "
+            "Split every sequence as CPLayout does, or give Microbatch(model_inputs=...) with the "
+            "tensors of the model's calls."
         )
     names = " or ".join(sorted(fitting))
     raise DataError(
@@ -312,9 +313,9 @@ def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: i
     if local_cp_size not in (None, expected):
         raise DataError(
             f"microbatch {i} must have the {expected} context-parallel ranks that were planned, got "
-            f"local_cp_size={int(local_cp_size)} in the model's call. Set hybrid_context_parallel or "
-            "dynamic_context_parallel in the model's configuration, where samples have groups of "
-            "their own."
+            f"local_cp_size={int(local_cp_size)} in the model's call. Set hybrid_context_parallel "
+            "or dynamic_context_parallel in the model's configuration if samples have their own "
+            "groups."
         )
     ignores_samples = all(x.aggregation.ignores_samples for x in plans.values())
     if ignores_samples or not is_by_token(shape):
@@ -325,8 +326,8 @@ def _check_packing(call: Call, packing: Any, plans: Mapping[str, StepPlan], i: i
     is_one_sample = shape.mask[0] == 1 and len(packing.cu_seqlens_q) == 2
     if not is_one_sample:
         raise DataError(
-            "a batch of packed sequences must have 'cu_seqlens', since the model is called with them, "
-            f"and has none. Add that key, or {HOW_TO_READ}."
+            "a batch of packed sequences must have 'cu_seqlens', since the model is called with "
+            f"them, got none. Add that key, or {HOW_TO_READ}."
         )
 
 
@@ -345,8 +346,9 @@ def _check_starts(packing: Any, shape: MicrobatchShape) -> None:
     sequences = sequences[: len(samples)]
     if bool((sequences >= samples).all()) and not torch.equal(sequences.to(samples), samples):
         raise DataError(
-            f"the samples of a pack must begin where the model's sequences do, {sequences.tolist()}, "
-            f"got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' beside 'cu_seqlens'."
+            "the samples of a pack must begin where the model's sequences do, "
+            f"{sequences.tolist()}, got {samples.tolist()}. Give the batch key 'cu_seqlens_padded' "
+            "too."
         )
 
 

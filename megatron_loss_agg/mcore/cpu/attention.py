@@ -92,8 +92,9 @@ class GatheredAttention(DotProductAttention):
         layout = CPLayout.thd(offsets, size, rank)
         if query.size(0) != layout.index.numel():
             raise DataError(
-                f"context-parallel rank {rank} of {size} must have {layout.index.numel()} tokens, got "
-                f"{query.size(0)}. Let the sequence offsets cover every token, and padding."
+                f"context-parallel rank {rank} of {size} must have {layout.index.numel()} tokens, "
+                f"got {query.size(0)}. Let the sequence offsets cover every token, including "
+                "padding."
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         mask = _forbidden(layout.index, offsets, None if causal else real.diff()).to(query.device)

@@ -109,7 +109,7 @@ def also_aggregations(
     """
     if isinstance(also, (str, LossAggregation)) or not isinstance(also, Sequence):
         raise OptionError(
-            f"also must be a list of modes, got {also!r}. Give also=['sample_mean'] "
+            f"also= must be a list of modes, got {also!r}. Give also=['sample_mean'] "
             "(--loss-aggregation-also)."
         )
     first = next(iter(terms.values())).aggregation
@@ -120,7 +120,7 @@ def also_aggregations(
     labels = [first.label, *(agg.label for agg in aggregations)]
     if repeated := sorted({x for x in labels if labels.count(x) > 1}):
         raise OptionError(
-            f"also must have modes that differ from each other and from the loss's own, got "
+            "also= must have modes that differ from each other and from the loss's own, got "
             f"{repeated[0]!r} twice. Remove it (also=, or --loss-aggregation-also), or give a "
             "LossAggregation with a name= of its own."
         )
@@ -128,7 +128,7 @@ def also_aggregations(
     for agg in aggregations:
         if others := sorted({*agg.by_id} - {*units}):
             raise OptionError(
-                f"also must group by {', '.join(units)} or sample, whose ids are read, got "
+                f"also= must group by {', '.join(units)} or sample, whose ids are read, got "
                 f"{others} in {agg.label!r}. Remove it (also=, or --loss-aggregation-also)."
             )
     return aggregations
@@ -152,8 +152,9 @@ def _missing_ids(plan: StepPlan, aggregations: Sequence[LossAggregation]) -> Dat
     agg = next(x for x in aggregations if not _has_ids(plan, x))
     unit = next(unit for unit in agg.by_id if unit not in plan.ids_S)
     return DataError(
-        f"{agg.label!r} of also groups by {unit}, and a microbatch has no {unit}_ids. Give them in "
-        f"every batch, as {ids_key(unit)}, or remove that mode (also=, or --loss-aggregation-also)."
+        f"{agg.label!r} in also= groups by {unit}, and a microbatch has no {unit}_ids. Give them "
+        f"in every batch, as {ids_key(unit)}, or remove that mode (also=, or "
+        "--loss-aggregation-also)."
     )
 
 

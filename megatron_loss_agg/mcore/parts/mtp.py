@@ -193,9 +193,10 @@ class _WithheldLosses:
         # Including the main loss, unless the model computes it in another way.
         if sizes not in (tokens[1:], tokens):
             raise HostError(
-                f"the model must compute {self._depths} losses of MTP and the main one by {_METHOD}, of "
-                f"{tokens[0]} tokens as the loss mask has, got losses of {sizes}. Call the model once, "
-                f"with this rank's labels or none, without SampleLoss; or drop {_FLAG}."
+                f"the model must compute {self._depths} losses of MTP and the main one by "
+                f"{_METHOD}, each of {tokens[0]} tokens like the loss mask, got losses of {sizes}. "
+                "Call the model once, with this rank's labels or none, without SampleLoss; or drop "
+                f"{_FLAG}."
             )
         has_tokens = masks[0].any()
         for leaf, mask_T in zip(leaves, masks[1:], strict=True):
@@ -223,18 +224,19 @@ class _WithheldLosses:
         if len(differs) != self._num_expected or any(differs):
             raise HostError(
                 "the model must shift the batch's loss mask by each depth of MTP, inside each sequence, "
-                "got another mask. Call it with this rank's labels= and loss_mask= (without labels: the "
-                "mask by token, which has the loss mask of position t at t + 1), and for packs with the "
-                "padded offsets, not the real ones, as cu_seqlens_q of packed_seq_params (before "
-                f"Megatron-Core 0.16: with rows in place of packs); or drop {_FLAG}."
+                "got another mask. Call it with this rank's labels= and loss_mask= (without "
+                "labels: the mask by token, with the loss mask of position t at t + 1), and for "
+                "packs with the padded, not the real, offsets as cu_seqlens_q of packed_seq_params "
+                f"(before Megatron-Core 0.16: with rows instead of packs); or drop {_FLAG}."
             )
 
 
 def _check_multiplier(name: str, term: Term) -> None:
     if term.multiplier == 0:
         raise OptionError(
-            f"{_FLAG} needs a first term with a multiplier, by which it multiplies MTP's losses, got 0 "
-            f"of {name!r}. Change it (--logits-load-kd-loss-alpha below 1), or drop the flag."
+            f"{_FLAG} needs a first term with a nonzero multiplier, which also multiplies MTP's "
+            f"losses, got 0 for {name!r}. Change it (--logits-load-kd-loss-alpha below 1), or drop "
+            "the flag."
         )
 
 

@@ -106,7 +106,7 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     keys = sorted({key for part in parts for key in part})
     if any(part.keys() != {*keys} for part in parts):
         raise DataError(
-            f"all samples of a step must have ids under the same keys, got {keys} in some alone. Give "
-            "each sample all of them."
+            f"all samples of a step must have ids under the same keys, got {keys} in only some. "
+            "Give each sample all of them."
         )
     return {key: torch.cat([part[key] for part in parts]) for key in keys}
