@@ -157,8 +157,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     args, unknown = _parser().parse_known_args(argv[:end])
     if unknown:
         raise OptionError(
-            f"the options of explain must be those of explain --help, got {unknown[0]}. Correct "
-            "it, or put -- in front of a run's own script and flags."
+            f"the options of explain must be from explain --help, got {unknown[0]}. Correct it, or "
+            "put -- in front of a run's own script and flags."
         )
     for name in ("lengths", *LISTS, "modes", "levels"):
         if (words := getattr(args, name)) is not None:
@@ -175,7 +175,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if (args.chats is None) != (args.tokenizer is None):
         missing = "--tokenizer" if args.tokenizer is None else "--chats"
-        raise OptionError(f"--chats and --tokenizer must stand together, got no {missing}. Add it.")
+        raise OptionError(
+            f"--chats and --tokenizer must be given together, got no {missing}. Add it."
+        )
     is_run, run_flags = args.data is not None, list(argv[end + 1 :])
     if run_flags and not is_run:
         raise OptionError(
@@ -194,7 +196,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if getattr(args, name) is not None and not has_effect[name]:
             source = "data" if is_run else sources[0]
             raise OptionError(
-                f"--{name.replace('_', '-')} must stand beside another source than --{source}, got "
+                f"--{name.replace('_', '-')} must be used with a source other than --{source}, got "
                 "both. Remove one of them."
             )
     if args.modes is not None:
@@ -235,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}",
             metavar="X",
             nargs="+",
-            help=f"beside --lengths: {unit} of each sample; equal ones are one, on any rank",
+            help=f"with --lengths: {unit} of each sample; equal values mean the same one, on any "
+            "rank",
         )
     sources.add_argument(
         "--jsonl",
@@ -253,24 +256,25 @@ def _parser() -> argparse.ArgumentParser:
     sources.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="beside --chats: a folder or name of a tokenizer with a chat template, for "
-        "transformers to load",
+        help="with --chats: a folder or name of a tokenizer with a chat template, for transformers "
+        "to load",
     )
     sources.add_argument(
         "--sft-turns",
         choices=TURNS,
-        help="beside --chats: which of the assistant's turns carry loss; each: with a mask whose sum "
+        help="with --chats: which of the assistant's turns carry loss; each: with a mask whose sum "
         "is 1 (default: all)",
     )
     sources.add_argument(
         "--sft-turn-field",
         metavar="NAME",
-        help="beside --chats: the field of the assistant's messages that says whether they carry loss",
+        help="with --chats: the field of the assistant's messages that says whether they carry "
+        "loss",
     )
     sources.add_argument(
         "--sft-weight-field",
         metavar="NAME",
-        help="beside --chats, without --data: the field of a line that holds its weight",
+        help="with --chats, without --data: the field of a line that holds its weight",
     )
     sources.add_argument(
         "--data",
@@ -289,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     modes.add_argument("--divisor", metavar="D", type=float, help="the D of 'constant' and 'sum'")
     modes.add_argument(
-        "--json", action="store_true", default=None, help="print a JSON object, not a text"
+        "--json", action="store_true", default=None, help="print a JSON object instead of text"
     )
     modes.add_argument("--plot", metavar="FILE", help="draw weights and shares (png, svg, pdf)")
     modes.add_argument(
@@ -301,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     modes.add_argument(
         "--empty",
         choices=("count", "skip"),
-        help="whether groups without tokens count (default: count, or as the preset has it)",
+        help="whether groups without tokens count (default: count, or the preset's choice)",
     )
     modes.add_argument(
         "--sample-weights",

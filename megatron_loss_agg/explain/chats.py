@@ -12,8 +12,8 @@ from megatron_loss_agg.explain.samples import Line, lines_of_file, shortened
 from megatron_loss_agg.turns import ALL_TURNS, Turns, is_answer
 
 OTHER_FORMAT = (
-    "Masks are by the tokenizer's own chat template. Megatron's --sft writes chats in a\n"
-    "format of its own, whose turns may have other tokens: for the masks of such a run\n"
+    "Masks follow the tokenizer's own chat template. Megatron's --sft writes chats in\n"
+    "its own format, whose turns may have other tokens: for the masks of such a run\n"
     "see explain --data -- pretrain_gpt.py --sft --data-path FILE ..."
 )
 
@@ -66,8 +66,8 @@ def _load(name: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise OptionError(
-            f"--chats needs transformers, got {type(error).__name__}: {error}. Install it, by pip "
-            "install transformers; or let Megatron read the chats, by explain --data -- --sft "
+            f"--chats needs transformers, got {type(error).__name__}: {error}. Install it with pip "
+            "install transformers, or let Megatron read the chats with explain --data -- --sft "
             "--data-path FILE."
         ) from error
     try:
@@ -106,9 +106,9 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
     if 0 in answers:
         # Templates cannot write such an answer's prompt; it may contain their own system message.
         raise DataError(
-            "a chat must have a message before the first of the assistant, to show where the loss "
-            f"begins, got none in {where}. Put a system message first, or write the masks yourself, "
-            "and give them by --jsonl, or by --data FILE."
+            "a chat must have a message before the assistant's first one, to show where the loss "
+            f"begins, got none in {where}. Put a system message first, or write the masks yourself "
+            "and give them by --jsonl or --data FILE."
         )
     turn_T = [0] * len(whole)
     for k in answers:
@@ -117,8 +117,8 @@ def _turns(where: str, tokenizer: Any, messages: Sequence[Any]) -> list[int]:
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise DataError(
                 "the chat template must render a turn the same whatever follows it, got other "
-                f"tokens for turn {k + 1} in {where}. Write the masks yourself, and give them "
-                "by --jsonl, or by --data FILE."
+                f"tokens for turn {k + 1} in {where}. Write the masks yourself and give them by "
+                "--jsonl or --data FILE."
             )
         turn_T[len(before) : len(after)] = [k + 1] * (len(after) - len(before))
     return turn_T[1:]

@@ -60,8 +60,8 @@ def lines_of_lists(lengths: Sequence[str], lists: Mapping[str, Sequence[str]]) -
         columns: dict[str, list[Any]] = {"length": [*map(float, lengths)]}
     except ValueError:
         raise OptionError(
-            "--lengths must be numbers with commas or spaces between, got "
-            f"{','.join(lengths)!r}. Correct it."
+            f"--lengths must be numbers separated by commas or spaces, got {','.join(lengths)!r}. "
+            "Correct it."
         ) from None
     for option, words in lists.items():
         columns[LISTS[option]] = [*words]
@@ -119,8 +119,8 @@ def read_samples(lines: Iterable[Line], are_weighted: bool = False) -> list[Samp
         samples.append(Sample(tokens, **values))
     if not samples:
         raise OptionError(
-            "a step must have samples, got a file without a line. Write a JSON object for each "
-            "sample on a line of its own."
+            "a step must have samples, got a file without lines. Write a JSON object for each "
+            "sample, one per line."
         )
     for name in COLUMNS:
         without = sum(getattr(sample, name) is None for sample in samples)
@@ -149,7 +149,7 @@ def read_rows(lines: Iterable[Line], is_split: bool) -> Iterator[Microbatch]:
         if is_split and "length" in row:
             raise OptionError(
                 "under --context-parallel-size a row must be a 'loss_mask', padded as in the "
-                "batch, since its place in the row decides which rank has a token, got a length "
+                "batch, since a token's place in the row decides which rank has it, got a length "
                 f"in {where}. Write masks."
             )
         starts = row.get("cu_seqlens")
@@ -180,7 +180,7 @@ def _checked_weight(where: str, line: Mapping[str, Any]) -> float:
     if not is_number or not 0 <= weight < math.inf:
         raise DataError(
             "under --sample-weights each sample must have a weight, a finite number >= 0, got "
-            f"{shortened(weight)} in {where}. Write it into the field 'weight' (of --chats: "
+            f"{shortened(weight)} in {where}. Write it into the field 'weight' (for --chats: "
             "--sft-weight-field), or remove --sample-weights."
         )
     return float(weight)

@@ -119,7 +119,7 @@ def _aggregation(
 def _missing_input(agg: LossAggregation, sample: Sample) -> str | None:
     """The input that the mode needs but the samples lack, in words; None if they have it all."""
     if unknown := sorted({*agg.by_id} - {*BY_ID}):
-        return f"needs ids of {unknown}, and explain has those of {', '.join(BY_ID)}"
+        return f"needs ids of {unknown}, but explain has only ids of {', '.join(BY_ID)}"
     for option, unit in LISTS.items():
         if unit in agg.units and getattr(sample, unit) is None:
             return f"needs --{option}, or {unit!r} on every line"

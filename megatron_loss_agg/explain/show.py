@@ -114,8 +114,8 @@ def draw(path: str, curves: Mapping[str, Shares]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OptionError(
-            f"--plot needs matplotlib, got {type(error).__name__}: {error}. Install it, by "
-            "pip install matplotlib."
+            f"--plot needs matplotlib, got {type(error).__name__}: {error}. Install it with pip "
+            "install matplotlib."
         ) from error
     tokens_S = next(iter(curves.values())).tokens
     if not bool(tokens_S.any()):

@@ -102,9 +102,9 @@ class BatchFlags:
         schedule = sorted((start // (self.seq_length or 1), size) for start, size in pairs)
         if not schedule or schedule[0][0] != 0:
             raise OptionError(
-                "--step-batch-size-schedule must be pairs of a number of tokens and a batch size, the "
-                f"first from 0 on, got {self.step_batch_size_schedule!r}. Correct it after --, such as "
-                "'0:768 250B:1536'."
+                "--step-batch-size-schedule must be pairs of a number of tokens and a batch size, "
+                f"starting at 0 tokens, got {self.step_batch_size_schedule!r}. Correct it after "
+                "--, for example to '0:768 250B:1536'."
             )
         return schedule
 

@@ -54,7 +54,7 @@ def read(argv: Sequence[str], number: int) -> Iterator[Microbatch]:
             raise
         except Exception as error:  # whatever Megatron raises
             raise OptionError(
-                f"Megatron cannot read the data ({type(error).__name__}: {error}). Give whole "
+                f"Megatron cannot read the data ({type(error).__name__}: {error}). Give complete "
                 "files, and the run's own flags for data and tokenizer after --."
             ) from error
 
@@ -141,7 +141,7 @@ def _check_flags(args: Any, has_training_data: Any, masks_documents: bool) -> No
     if masks_documents and not args.sft and args.context_parallel_size > 1:
         raise OptionError(
             "--dataloader-inter-document-masking needs --context-parallel-size 1 here, since "
-            "Megatron splits the rows of a microbatch as one otherwise, got "
+            "otherwise Megatron splits the rows of a microbatch as one, got "
             f"{args.context_parallel_size}. Change --context-parallel-size, or remove "
             "--dataloader-inter-document-masking."
         )

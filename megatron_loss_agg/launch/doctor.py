@@ -71,7 +71,7 @@ def main(
     )
     args = parser.parse_args(argv[:end])
     if args.files and not args.framework:
-        parser.error("FILE needs --framework NAME; flags of a launch script stand after --")
+        parser.error("FILE needs --framework NAME; flags of a launch script go after --")
     if script_flags and Path(script_flags[0]).is_file():
         # As when the script runs: its folder comes first and may contain Megatron or modules.
         sys.path.insert(0, str(Path(script_flags[0]).resolve().parent))
@@ -142,7 +142,7 @@ def check_release(version: str, root: Path) -> Result:
     release = _release(version)
     text, tested = f"{version} in {root}", "0.14 to 0.19"
     if release < (0, 13):
-        text += f" scales losses in another way than 0.13 and later. Install {tested}."
+        text += f" scales losses differently from 0.13 and later. Install {tested}."
         return "FAIL", text
     if not (0, 14) <= release <= (0, 19):
         text += f" is not tested; {tested} are. Train with {flags.FLAG}-audit."
@@ -227,7 +227,7 @@ def _check_framework(
     except AggregationError:
         raise
     except Exception as error:  # whatever the framework's import raises
-        return "FAIL", f"{_one_line(error)}. Install {name} whole, or another version."
+        return "FAIL", f"{_one_line(error)}. Install all of {name}, or another version."
 
 
 def _imported(name: str) -> ModuleType | Exception:

@@ -81,7 +81,7 @@ class FlagUse:
         """Raise HostError if the flags should have taken effect before ``optimizer`` steps."""
         if self._training_hook is None and self.mode:
             raise self._no_effect(
-                f"{type(optimizer).__name__} is about to step, and no forward-backward call has "
+                f"{type(optimizer).__name__} is about to step, but no forward-backward call has "
                 "trained through the plugin"
             )
 
@@ -92,7 +92,7 @@ class FlagUse:
         self.check_before_step(optimizer)
         if self.skips_optimizer:
             raise HostError(
-                f"{flags.FLAG}-empty-step skip needs an optimizer of Megatron's, got "
+                f"{flags.FLAG}-empty-step skip needs one of Megatron's optimizers, got "
                 f"{type(optimizer).__name__}, which is about to step without any token. Choose "
                 f"{flags.FLAG}-empty-step error or train."
             )

@@ -62,7 +62,7 @@ _AGGREGATION_OPTIONS = {
         nargs="+",
     ),
     "empty": _Option(
-        "whether groups without active tokens count (default: count, or as the preset has it)",
+        "whether groups without active tokens count (default: count, or the preset's choice)",
         words=_COUNT_OR_SKIP,
     ),
     "rejected": _Option(
@@ -86,11 +86,11 @@ _AGGREGATION_OPTIONS = {
 }
 _HOOK_OPTIONS = {
     "also": _Option(
-        "further modes or presets, under which the loss is reported, too", "MODE", nargs="+"
+        "further modes or presets in which the loss is also reported", "MODE", nargs="+"
     ),
     "extension": _Option(
-        "classes, or functions without arguments, of extensions of your own, which add to the loss "
-        "or to the reports",
+        "your own extensions (classes, or functions without arguments), which add to the loss or "
+        "to the reports",
         "MODULE:NAME",
         nargs="+",
     ),
@@ -99,13 +99,13 @@ _HOOK_OPTIONS = {
         "MODULE:NAME",
     ),
     "sft_prompt_field": _Option(
-        "with Megatron's --sft: the field of a line of JSON that holds its prompt id, or a list of one "
-        "for each of its conversations",
+        "with Megatron's --sft: the field of a line of JSON that holds its prompt id, or a list "
+        "with one for each of its conversations",
         "NAME",
     ),
     "sft_weight_field": _Option(
-        "with Megatron's --sft: the field of a line of JSON that holds its weight, or a list of one "
-        "for each of its conversations; needs --loss-aggregation-sample-weights",
+        "with Megatron's --sft: the field of a line of JSON that holds its weight, or a list with "
+        "one for each of its conversations; needs --loss-aggregation-sample-weights",
         "NAME",
     ),
     "sft_turns": _Option(
@@ -131,14 +131,14 @@ _HOOK_OPTIONS = {
         default="train",
     ),
     "mismatch": _Option(
-        "what to do after the first step about losses that are not those that were counted: end the "
-        "run, or print the error and go on (default: stop)",
+        "what to do after the first step about losses that differ from the counted ones: end the "
+        "run, or print the error and continue (default: stop)",
         words=("stop", "warn"),
         default="stop",
     ),
     "count": _Option(
-        "count a step before its first forward pass, from batches that are drawn ahead, or as it "
-        "trains, with its denominator at its end (default: before)",
+        "when to count a step: before its first forward pass, from batches that are drawn ahead, "
+        "or as it trains, with its denominator at its end (default: before)",
         words=("before", "end"),
         default="before",
     ),
@@ -155,7 +155,7 @@ _HOOK_OPTIONS = {
         "measure Megatron's scaling for each new number of microbatches, and print it"
     ),
     "unmeasured": _Option(
-        "whether to refuse a model whose scaling cannot be measured, or trust it to be that of "
+        "whether to refuse a model whose scaling cannot be measured, or trust that it scales like "
         "Megatron's DDP (default: refuse)",
         words=("refuse", "trust"),
         default="refuse",
@@ -171,7 +171,7 @@ _OPTIONS = _AGGREGATION_OPTIONS | _HOOK_OPTIONS
 
 _REMOVED = {
     f"{FLAG}-moe": (
-        "the losses of routers are an example of an extension",
+        "the losses of routers are now an example of an extension",
         f"Write {FLAG}-extension routers:RouterLosses, with examples/extensions of the repository on "
         "PYTHONPATH",
     ),
@@ -280,8 +280,8 @@ def process_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if values and environment_values:
         flag = _as_flag(next(iter(values)))
         raise OptionError(
-            f"The flags must stand in {VARIABLE} or on the command line, got {flag} beside "
-            f"{VARIABLE}. Unset {VARIABLE}, or remove {flag}."
+            f"The flags must be in {VARIABLE} or on the command line, got {flag} and {VARIABLE}. "
+            f"Unset {VARIABLE}, or remove {flag}."
         )
     return values or environment_values, others
 
@@ -359,7 +359,7 @@ def load(flag: str, path: str) -> Callable[..., Any]:
     except Exception as error:  # whatever the user's module raises
         raise OptionError(
             f"{flag} must be module:name of a function or class that can be imported, got {path!r} "
-            f"({error}). Put the module on PYTHONPATH or beside the script, or change {flag}."
+            f"({error}). Put the module on PYTHONPATH or next to the script, or change {flag}."
         ) from error
     return function
 

@@ -41,8 +41,8 @@ def _weights(name: str, values: Sequence[Any]) -> Tensor:
         is_number = isinstance(x, int | float) and not isinstance(x, bool)
         if not is_number or not 0 <= x < math.inf:
             raise DataError(
-                f"{name} must hold weights of conversations, finite numbers >= 0, got {x!r}. Correct "
-                "it, or name another field; a sign belongs in the losses."
+                f"{name} must hold weights of conversations, finite numbers >= 0, got {x!r}. "
+                "Correct it, or name another field; put signs into the losses."
             )
     return torch.tensor(values, dtype=torch.float64)
 
@@ -146,8 +146,8 @@ class SFTOptions:
         """
         if "cu_seqlens" not in item:
             raise HostError(
-                f"{self.flag} needs packs, which Megatron-LM 0.16 and later make of lines of --sft, got "
-                "a row. Update it, or remove the flag."
+                f"{self.flag} needs packs, which Megatron-LM 0.16 and later make from lines of "
+                "--sft, got a row. Update Megatron-LM, or remove the flag."
             )
         number = int(dataset.indices[index % len(dataset.indices)])
         where = f"line {number + 1} of {dataset.dataset_path}"
@@ -239,14 +239,14 @@ def _values(
     value = line.get(field)
     if value is None:
         raise DataError(
-            f"every line must have the field {field!r} of {flag}, got none in {where}. Add one value, "
-            f"or a list of one for each conversation, or change {flag}."
+            f"every line must have the field {field!r} of {flag}, got none in {where}. Add one "
+            f"value, or a list with one for each conversation, or change {flag}."
         )
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     values = list(value) if is_list else [value] * conversations
     if len(values) != conversations:
         raise DataError(
-            f"the field {field!r} must hold one value, or a list of one for each of the "
+            f"the field {field!r} must hold one value, or a list with one for each of the "
             f"{conversations} conversations, got {len(values)} in {where}. Correct it, or change "
             f"{flag}."
         )
@@ -273,8 +273,8 @@ def _read_pack(options: SFTOptions, batch: Any) -> Microbatch:
     for key in [*(column.key for column in columns), *marks]:
         if not isinstance(values.get(key), Tensor):
             raise DataError(
-                f"{options.flag} needs batches of Megatron's SFTDataset over lines of JSON that keep "
-                f"their {key!r}, got {batch_keys(batch)}. Use that data set "
+                f"{options.flag} needs batches from Megatron's SFTDataset over lines of JSON, "
+                f"including {key!r}, got {batch_keys(batch)}. Use that data set "
                 "(megatron.training.datasets.sft_dataset) and Megatron's loader, without "
                 "--sequence-packing-scheduler, or drop the flag."
             )

@@ -55,7 +55,8 @@ def check_split(args: Any) -> None:
                 raise HostError(
                     f"every set with a share in --split must have a line, got none for {name} from the "
                     f"{lines} lines of {path} under {split!r}; Megatron would end in a "
-                    "ZeroDivisionError. Change --split, such as to 90,10,0, which has no test set."
+                    "ZeroDivisionError. Change --split, for example to 90,10,0, which has no test "
+                    "set."
                 )
 
 

@@ -213,13 +213,13 @@ SIZES = (
 SEQUENCE = "DataError: the length of a sequence must be a multiple of 2 * cp_size = 4, got 3"
 LENGTH = (
     "OptionError: under --context-parallel-size a row must be a 'loss_mask', padded as in the "
-    "batch, since its place in the row decides which rank has a token, got a length in PATH:1. "
+    "batch, since a token's place in the row decides which rank has it, got a length in PATH:1. "
 )
 CP2 = f"--data PATH {ONE_ROW} --context-parallel-size 2"
 NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
 # Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
-    "--lengths 1,x": "OptionError: --lengths must be numbers with commas or spaces between, got '1,x'. ",
+    "--lengths 1,x": "OptionError: --lengths must be numbers separated by commas or spaces, got",
     "--lengths 1,-1": f"{NUMBERS}[-1.0] in sample 1. ",
     "--lengths 1,2 --prompts 0": (
         "OptionError: each list must have one value for each sample, got 2 (length), 1 (prompt). "
@@ -229,7 +229,7 @@ BAD_ARGUMENTS = {
     "--lengths 1 --modes custom": "OptionError: mode 'custom' needs a function ",
     "--lengths 1 --modes prompt_mean": f"{NO_INPUT}prompt_mean needs --prompts, ",
     "--lengths 1 --modes nested_mean --levels session": (
-        f"{NO_INPUT}nested_mean needs ids of ['session'], and explain has those of prompt, "
+        f"{NO_INPUT}nested_mean needs ids of ['session'], but explain has only ids of prompt, "
         "rollout, dataset. Give that input, or choose other modes (--modes)."
     ),
     "--lengths 1 --modes sum --divisor 2 --levels x,y": (
@@ -244,28 +244,28 @@ BAD_ARGUMENTS = {
         "OptionError: --jsonl must name a readable text file, got no/such/file "
     ),
     "--jsonl no/such/file --prompts 1": (
-        "OptionError: --prompts must stand beside another source than --jsonl, got both. Remove"
+        "OptionError: --prompts must be used with a source other than --jsonl, got both. Remove"
     ),
-    "--lengths 1 --samples 1": "OptionError: --samples must stand beside another source than --leng",
-    f"--data --json {ONE_ROW}": "OptionError: --json must stand beside another source than --data",
-    f"--data --plot x {ONE_ROW}": "OptionError: --plot must stand beside another source than --data",
-    f"--data --modes sum {ONE_ROW}": "OptionError: --modes must stand beside another source than --d",
+    "--lengths 1 --samples 1": "OptionError: --samples must be used with a source other than --len",
+    f"--data --json {ONE_ROW}": "OptionError: --json must be used with a source other than --data",
+    f"--data --plot x {ONE_ROW}": "OptionError: --plot must be used with a source other than --da",
+    f"--data --modes sum {ONE_ROW}": "OptionError: --modes must be used with a source other",
     "--lengths 1 --sample-weights skip": (
         "DataError: under --sample-weights each sample must have a weight, a finite number >= 0, got "
     ),
-    "--lengths 1 --sft-turns last": "OptionError: --sft-turns must stand beside another source than",
+    "--lengths 1 --sft-turns last": "OptionError: --sft-turns must be used with a source other",
     "--chats x --tokenizer y --sft-weight-field w": (
         "OptionError: --sft-weight-field needs --sample-weights count or skip, got none. Add it."
     ),
     f"--data --chats x --tokenizer y --sft-weight-field w --sample-weights skip {ONE_ROW}": (
-        "OptionError: --sample-weights must stand beside another source than --data"
+        "OptionError: --sample-weights must be used with a source other than --data"
     ),
     "": "OptionError: explain must have one source of samples, got none. Give one of --lengths, ",
     "--lengths 1 --jsonl x": (
         "OptionError: explain must have one source of samples, got --lengths and --jsonl. Give "
     ),
     "--lengths 1 --plots x": (
-        "OptionError: the options of explain must be those of explain --help, got --plots. Correct "
+        "OptionError: the options of explain must be from explain --help, got --plots. Correct "
     ),
     f"--data no/such/file {ONE_ROW}": (
         "OptionError: --data must name a readable text file, got no/such/file "
@@ -280,7 +280,7 @@ BAD_ARGUMENTS = {
         "OptionError: a run's script and flags after -- need --data, got --seq-length without it. Add"
     ),
     f"--data x --divisor 0 {ONE_ROW}": (
-        "OptionError: --divisor must stand beside another source than --data, got both. Remove one of"
+        "OptionError: --divisor must be used with a source other than --data, got both. Remove one"
     ),
     "--data x -- pretrain_gpt.py --micro-batch-size 2": f"{SIZES}got 0 and 2. Give the run's own ",
     "--data x -- --micro-batch-size 2 --global-batch-size 3": f"{SIZES}got 3 and 2. Give the run's",
@@ -289,17 +289,17 @@ BAD_ARGUMENTS = {
     ),
     "--data x --": "OptionError: explain --data must have the run's own flags after --, got none.",
     "--data x --micro-batch-size 2": (
-        "OptionError: the options of explain must be those of explain --help, got "
+        "OptionError: the options of explain must be from explain --help, got "
         "--micro-batch-size. Correct it, or put -- in front of a run's own script and flags."
     ),
     "--data x --samples 3 -- --micro-batch-size 2 --global-batch-size 4": (
         "OptionError: --samples must be at least --global-batch-size, got 3 and 4. Raise "
     ),
-    "--chats x": "OptionError: --chats and --tokenizer must stand together, got no --tokenizer. Add",
+    "--chats x": "OptionError: --chats and --tokenizer must be given together, got no --tok",
     f"--data --tokenizer x {ONE_ROW} --seq-length 4": (
-        "OptionError: --chats and --tokenizer must stand together, got no --chats. Add it."
+        "OptionError: --chats and --tokenizer must be given together, got no --chats. Add it."
     ),
-    "--chats x --tokenizer y --prompts 1": "OptionError: --prompts must stand beside another source",
+    "--chats x --tokenizer y --prompts 1": "OptionError: --prompts must be used with a source",
     f"--data x --chats x --tokenizer y {ONE_ROW}": (
         "OptionError: explain must have one source of samples, got --chats and --data. Give one of"
     ),
@@ -315,8 +315,8 @@ BAD_ARGUMENTS = {
     ),
     **{
         f"--data x -- --micro-batch-size 1 --step-batch-size-schedule {schedule}": (
-            "OptionError: --step-batch-size-schedule must be pairs of a number of tokens and a batch "
-            f"size, the first from 0 on, got '{schedule}'. Correct it after --"
+            "OptionError: --step-batch-size-schedule must be pairs of a number of tokens and a "
+            f"batch size, starting at 0 tokens, got '{schedule}'. Correct it after --"
         )
         for schedule in ("9:1", "0:x", "0", "0:1:2")
     },
@@ -328,7 +328,7 @@ BAD_ARGUMENTS = {
 BAD_STEPS = {
     "{": "OptionError: every line must be a JSON value, got Expecting property name",
     "\n": (
-        "OptionError: a step must have samples, got a file without a line. Write a JSON object for"
+        "OptionError: a step must have samples, got a file without lines. Write a JSON object for"
     ),
     "[1]": f"{EITHER}[1] in PATH:1. ",
     '{"length": 1, "loss_mask": [1]}': EITHER,

@@ -104,8 +104,9 @@ REFUSED = {
         "null in FOLDER/unsaid.jsonl:1. Write it"
     ),
     "answer first": (
-        "DataError: a chat must have a message before the first of the assistant, to show where the "
-        "loss begins, got none in FOLDER/answer_first.jsonl:2. Put a system message first, or write the "
+        "DataError: a chat must have a message before the assistant's first one, to show where the "
+        "loss begins, got none in FOLDER/answer_first.jsonl:2. Put a system message first, or "
+        "write the masks yourself and give them by --jsonl or --data FILE."
     ),
     "drops_answers": (
         "DataError: the chat template must render a turn the same whatever follows it, got other "
@@ -191,4 +192,4 @@ def test_without_transformers_the_other_way_is_named(
     assert main(["explain", "--chats", "x", "--tokenizer", "y"]) == 2
     error = capsys.readouterr().err
     assert "OptionError: --chats needs transformers, got ModuleNotFoundError: " in error
-    assert "by explain --data -- --sft --data-path FILE." in error
+    assert "with explain --data -- --sft --data-path FILE." in error

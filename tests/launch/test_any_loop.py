@@ -125,7 +125,7 @@ RUNS = {
         OPTIMIZER,
         1,
         {
-            BEFORE_SGD + ", and no forward-backward call": 1,
+            BEFORE_SGD + ", but no forward-backward call": 1,
             r"\. Call what Megatron-Core's get_forward_backward_func\(\) returns, after inst": 1,
             "stepped": 0,
         },

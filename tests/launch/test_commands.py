@@ -53,8 +53,8 @@ BAD_STARTS = {
     ),
     # A flag of the version before.
     "SCRIPT @ sum @-moe whole": (
-        "OptionError: @-moe was removed: the losses of routers are an example of an extension. Write "
-        "@-extension routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
+        "OptionError: @-moe was removed: the losses of routers are now an example of an extension. "
+        "Write @-extension routers:RouterLosses, with ... PYTHONPATH, and remove @-moe."
     ),
     "SCRIPT @": "OptionError: argument @: expected one argument. Correct this flag",
     "SCRIPT @ sum @-divisor x": (
@@ -82,7 +82,7 @@ BAD_STARTS = {
         "OptionError: --loss_aggregation is not a flag of megatron_loss_agg. Write @ MODE, or another"
     ),
     "@ sum | SCRIPT @ sum": (
-        f"OptionError: The flags must stand in {VARIABLE} or on the command line, got @ beside "
+        f"OptionError: The flags must be in {VARIABLE} or on the command line, got @ and "
         f"{VARIABLE}. Unset {VARIABLE}, or remove @."
     ),
     '"@ sum" | SCRIPT': (
@@ -111,7 +111,7 @@ BAD_STARTS = {
         "OptionError: 'turn' ... your own names of ids ... sample only last"
     ),
     "SCRIPT @ nested_mean @-levels position,sample": (
-        "OptionError: ['position'] ... of tokens ... @-batch"
+        "OptionError: ['position'] ... one per token ... @-batch"
     ),
     "SCRIPT @ sum @-extension no_module:f": (
         "OptionError: @-extension must be module:name of a function or class ... got 'no_module:f'"
@@ -191,7 +191,7 @@ DOCTOR = {
     # 300 lines: the test set's share is 0.3 of a line. With --eval-iters 0 nobody reads it.
     f"{SFT} {MODE} --data-path CHATS": (
         "FAIL: HostError: every set with a share in --split must have a line, got none for test from "
-        "the 300 lines of CHATS under '969, 30, 1'; ... ZeroDivisionError. Change --split, such as to"
+        "the 300 lines of CHATS under '969, 30, 1'; ... ZeroDivisionError. Change --split, for"
     ),
     f"{SFT} {MODE} --data-path CHATS --split 999,1,0": "FAIL: HostError: ... none for validation from",
     f"{SFT} {MODE} --data-path CHATS --split 0.001,1,0": "FAIL: HostError: ... none for training from",
@@ -289,6 +289,6 @@ def test_the_checkout_of_a_script_is_examined(
     (result,) = run_ranks(answer, 1, line, initialized=False)
     assert result.code == 1
     by_check = findings(result.said)
-    said = f"0.12.3 in {tmp_path} scales losses in another way than 0.13 and later. Install 0.14"
+    said = f"0.12.3 in {tmp_path} scales losses differently from 0.13 and later. Install 0.14"
     assert said in by_check["megatron-core"]
     assert "No module named 'nowhere_to_be_found'" in by_check["megatron.training"]

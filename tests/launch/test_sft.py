@@ -320,7 +320,7 @@ BAD: list[tuple[SFTOptions, str, str]] = [
     (
         WEIGHTS,
         '{"weights": -0.5}',
-        f"{NO_WEIGHT} -0.5. Correct ... a sign belongs",
+        f"{NO_WEIGHT} -0.5. Correct ... put signs",
     ),
     (
         WEIGHTS,
@@ -463,7 +463,7 @@ def test_packs_without_the_values_are_refused(options: SFTOptions, key: str) -> 
     """Megatron's scheduler drops them, and data that are no lines of JSON have none."""
     pack = {"loss_mask": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 4, 8])}
     for batch in (pack, pack | {"prompt_ids": torch.tensor([1, 2])}):
-        keys = f"over lines of JSON that keep their '{key}', got ['cu_seqlens'"
+        keys = f"over lines of JSON, including '{key}', got ['cu_seqlens'"
         text = f"{options.flag} needs ... {keys} ... without --sequence-packing-scheduler, or drop"
         assert_says(error_of(options.reader(), batch), f"DataError: {text}")
 
