@@ -59,7 +59,7 @@ with required_release("AReaL", "areal", "1.0.4"):
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation sample_mean"
 
-# in the training script, in place of `from areal import PPOTrainer`; SFTTrainer alike:
+# in the training script, instead of `from areal import PPOTrainer`; the same for SFTTrainer:
 from megatron_loss_agg.frameworks.areal import PPOTrainer
 
 # only with `scheduler.type: ray`, whose workers do not inherit variables; the same for `critic`:

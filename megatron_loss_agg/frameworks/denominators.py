@@ -52,7 +52,7 @@ def replace_denominators(
     if agg is None:
         return
     if data is None:
-        raise refused("slime, data", "its arguments alone", framework=framework, hint=upgrade_hint)
+        raise refused("slime, data", "only its arguments", framework=framework, hint=upgrade_hint)
     check_settings(args, *REFUSED["slime"])
     _check_critic(args, framework, patch_hint)
     if missing := [key for key in SHIPPED_KEYS if key not in data]:
@@ -119,14 +119,14 @@ def _check_critic(args: Namespace, framework: str, patch_hint: str) -> None:
     train_critic = actor.MegatronTrainRayActor.train_critic
     code = getattr(train_critic, "__wrapped__", train_critic).__code__
     if "rollout_data_postprocess" not in code.co_names:
-        got = "one that calls it for the actor alone"
+        got = "one that calls it only for the actor"
         raise refused("slime, critic", got, framework=framework, hint=patch_hint)
 
 
 def _removed_samples(data: dict[str, Any], patch_hint: str) -> list[bool]:
     """True for each sample that was removed."""
     if "remove_samples" not in data:
-        raise refused("slime, removed samples", "masks alone", hint=patch_hint)
+        raise refused("slime, removed samples", "only masks", hint=patch_hint)
     removed: list[bool] = data["remove_samples"]
     return removed
 

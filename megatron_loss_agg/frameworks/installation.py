@@ -174,8 +174,8 @@ def examine_framework(name: str, files: Sequence[str] = ()) -> tuple[str, str]:
     framework = FRAMEWORKS[name]
     if importlib.util.find_spec(framework.package) is None:
         raise HostError(
-            f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got neither. "
-            "Give the Python that trains."
+            f"{name} must be installed in this Python, or its checkout be on PYTHONPATH, got "
+            "neither. Use the Python that trains."
         )
     launch = Launch(next(iter(framework.entry_points.values())), [])
     if files:
@@ -313,7 +313,7 @@ def entry_point_in(framework: Framework, files: str, text: str) -> str:
     setting, _, value = re.sub(": |=", " ", needed).partition(" ")
     got = f"no {needed}"
     if value.startswith(_OURS) and re.search(_pattern(value), text):
-        got = f"{value} under another name than {setting}"
+        got = f"{value} under a name other than {setting}"
     raise OptionError(
         f"{files} must load the adapter of {framework.title}, got {got}. Write {needed}."
     )

@@ -102,9 +102,9 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "verl": (
         Setting(
             "loss_agg_mode",
-            "token-mean, since another would weigh rows a second time",
+            "token-mean, since another would weight rows a second time",
             ("token-mean", None),  # losses without the setting are sums over tokens
-            f"Set loss_agg_mode=token-mean, and choose the mode by {VARIABLE}.",
+            f"Set loss_agg_mode=token-mean, and choose the mode with {VARIABLE}.",
         ),
     ),
     "nemo_rl": (
@@ -121,7 +121,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "areal": (
         Setting(
             "m2_threshold",
-            "unset, since M2PO divides by the tokens of a micro-batch that it leaves",
+            "unset, since M2PO divides by the tokens that it keeps of a micro-batch",
             (None,),
         ),
     ),
@@ -136,16 +136,16 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "rlinf": (
         Setting(
             "algorithm.use_valid_token_scale",
-            "false, since its factor is of the tokens of each microbatch",
+            "false, since its factor depends on the tokens of each microbatch",
         ),
         Setting(
             "algorithm.early_stop_imp_ratio",
-            "unset, since a microbatch that is left out stays counted",
+            "unset, since a microbatch that is left out is still counted",
             (None,),
         ),
         Setting(
             "algorithm.entropy_bonus",
-            "0, since RLinf computes the gradient of entropies from what it has overwritten",
+            "0, since RLinf computes the gradient of entropies from values that it has overwritten",
             (0,),
         ),
         Setting("runner.task_type", "reasoning", ("reasoning",)),
@@ -156,12 +156,12 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             "seq-mean-token-sum, whose factors the aggregation replaces",
             ("seq-mean-token-sum",),
         ),
-        Setting("difficulty_loss_weight", "off, since it weighs samples a second time"),
-        Setting("length_loss_weight", "off, since it weighs samples a second time"),
+        Setting("difficulty_loss_weight", "off, since it weights samples a second time"),
+        Setting("length_loss_weight", "off, since it weights samples a second time"),
     ),
     "roll, worker": (
         Setting("apply_loss_scale", "true, since Megatron averages losses", (True,)),
-        Setting("pg_variant", "unset, since ROLL's ActorPGWorker alone reads it", (None,)),
+        Setting("pg_variant", "unset, since only ROLL's ActorPGWorker reads it", (None,)),
     ),
     "roll, strategy": (Setting("strategy_name", "megatron_train", ("megatron_train",)),),
     "skyrl": (
@@ -226,18 +226,18 @@ REFUSALS = {
         "Remove {flag}, or choose another mode or divisor (--loss-aggregation).",
     ),
     "miles, split": Refusal(
-        "samples must be split by the rollout manager, as those are that are of text and at least "
+        "samples must be split by the rollout manager, which needs text and at least "
         "--global-batch-size {rollouts} rollouts",
         "Change the batch, or remove the aggregation.",
     ),
     "miles, denominators": Refusal(
-        "denominators must be at least 1 in miles, which divides by no less",
+        "denominators must be at least 1 in miles, which never divides by less",
         "Choose another mode or divisor (--loss-aggregation), or apply patches/miles/31f1ca9.patch and "
         "set --rollout-data-postprocess-path megatron_loss_agg.frameworks.miles.postprocess instead.",
     ),
     "verl, SFT": Refusal(
         "verl's batch must have a response_mask",
-        f"Unset {VARIABLE}, or train by main_ppo.",
+        f"Unset {VARIABLE}, or train with main_ppo.",
     ),
     "verl, sessions": Refusal(
         "{label} needs the column session_id, which only verl's v1 trainer writes",
@@ -250,7 +250,7 @@ REFUSALS = {
     ),
     "verl, own loss": Refusal(
         "verl's loss must be a sum that agg_loss divides by batch_num_tokens",
-        "Give config.global_batch_info to agg_loss in a policy loss of your own.",
+        "Give config.global_batch_info to agg_loss in your own policy loss.",
     ),
     "verl, calls": Refusal(
         "An optimizer step must be one train_batch",
@@ -275,12 +275,12 @@ REFUSALS = {
         "Set it in scheduling_spec.env_vars of this engine.",
     ),
     "areal, rejected": Refusal(
-        "{label} must leave rejected samples open, since AReaL has none",
-        "Remove --loss-aggregation-rejected, or choose a mode in place of the preset.",
+        "{label} must not set a rule for rejected samples, since AReaL has none",
+        "Remove --loss-aggregation-rejected, or choose a mode instead of the preset.",
         OptionError,
     ),
     "rlinf, pipeline": Refusal(
-        "the batch of a step must be at hand before it trains, as with collocated placement"
+        "the whole batch of a step must be available before training, as with collocated placement"
     ),
     "skyrl, signs": Refusal(
         "coefficients that scale advantages must be >= 0",

@@ -39,7 +39,7 @@ with required_release("RLinf", "rlinf", "commit a3816b5 (22 Aug 2026)"):
 SETTINGS = """\
 export MEGATRON_LOSS_AGG_FLAGS="--loss-aggregation prompt_mean"
 
-# in the training script (main_grpo.py), the second in place of `... = get_actor_worker(cfg)`:
+# in the training script (main_grpo.py), the second line instead of `... = get_actor_worker(cfg)`:
 from megatron_loss_agg.frameworks.rlinf import MegatronActor
 actor_worker_cls = MegatronActor
 

@@ -62,9 +62,9 @@ COEFFICIENTS = "loss_coefficients"
 PADDING_UID = re.compile(r"pad[0-9a-f]{32}")
 """Matches the uids of rows that verl adds so that all ranks have the same number of rows."""
 OTHER_POLICY_LOSSES = {
-    "sapo": "always is a mean over samples",
+    "sapo": "is always a mean over samples",
     "geo_mean": "has a mean of its own",
-    "clip_cov": "draws tokens at random, so that the reported loss would be of others",
+    "clip_cov": "draws tokens at random, so that the reported loss would be of other tokens",
 }
 """Policy losses that cannot be weighted, each with the reason."""
 
@@ -230,7 +230,7 @@ class AggregatingEngine:
         self, data: Any, loss_function: LossFunction, forward_only: bool = False
     ) -> Any:
         if not forward_only and COEFFICIENTS not in data and aggregation() is not None:
-            raise refused("verl, calls", "a forward_backward of its own, as by Tinker's worker")
+            raise refused("verl, calls", "a separate forward_backward, as in Tinker's worker")
         return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
 
     def postprocess_micro_batch_func(

@@ -155,7 +155,7 @@ actor_train:
 def test_settings_that_stand_elsewhere_have_no_effect(tmp_path: Path) -> None:
     assert launch("roll", ROLL, tmp_path).flags == ["--loss-aggregation prompt_mean"]
     moved = ROLL.replace("actor_train:", "actor_infer:")
-    with pytest.raises(OptionError, match=r"another name than actor_train\.worker_cls"):
+    with pytest.raises(OptionError, match=r"a name other than actor_train\.worker_cls"):
         launch("roll", moved, tmp_path)
     below = ROLL.replace("loss_agg_mode", "actor_infer:\n  loss_agg_mode")
     with pytest.raises(OptionError, match="got no loss_agg_mode"):
@@ -234,7 +234,7 @@ def test_a_variable_without_a_value_in_a_yaml_file_is_not_set(tmp_path: Path) ->
 def test_another_function_of_ours_does_not_do(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="got no --rollout-data-postprocess-path"):
         launch("slime", f"--rollout-data-postprocess-path {OURS}.slime.postprocess2", tmp_path)
-    with pytest.raises(OptionError, match="under another name than --rollout-data-postprocess-p"):
+    with pytest.raises(OptionError, match="under a name other than --rollout-data-postprocess-p"):
         launch("slime", f"--rollout-postprocess-path {OURS}.slime.postprocess", tmp_path)
 
 
