@@ -219,7 +219,9 @@ CP2 = f"--data PATH {ONE_ROW} --context-parallel-size 2"
 NO_INPUT = "OptionError: at least one mode must have all of its input, got none: "
 # Arguments, and the beginning of their error.
 BAD_ARGUMENTS = {
-    "--lengths 1,x": "OptionError: --lengths must be numbers separated by commas or spaces, got",
+    "--lengths 1,x": (
+        "OptionError: --lengths must be numbers separated by commas or spaces, got '1,x'. "
+    ),
     "--lengths 1,-1": f"{NUMBERS}[-1.0] in sample 1. ",
     "--lengths 1,2 --prompts 0": (
         "OptionError: each list must have one value for each sample, got 2 (length), 1 (prompt). "

@@ -551,12 +551,12 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        r"^the unit of ids must be one of \[\] in this plan, got 'prompt'. Give 'prompt_ids' in every",
+        r"^the unit of ids must be one of \[\] in this plan, got 'prompt'. Give 'prompt_ids' in",
         partial(PLAN.ids, "prompt", 0),
     ),
     (
         DataError,
-        r"^samples grouped by 'prompt' need its ids, got ids of \[\]. Give 'prompt_ids' in every",
+        r"^samples grouped by 'prompt' need its ids, got ids of \[\]. Give 'prompt_ids' in",
         partial(PLAN.samples.groups, "prompt"),
     ),
     (
@@ -628,7 +628,7 @@ CALLS: list[tuple[type[AggregationError], str, Callable[[], Any]]] = [
     ),
     (
         DataError,
-        r"^losses of a TokenLoss must have one value for each element of the loss mask \(2, 3\), .*\(3,",
+        r"^losses of a TokenLoss must have one value for each .* mask \(2, 3\), .*\(3, 2\)",
         loss_of_rows(ROWS.T),
     ),
     (HostError, "needs a hook, but was called without one", loss_of_rows(ROWS, gather=torch.abs)),

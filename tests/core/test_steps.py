@@ -404,7 +404,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "routed tokens": (
         routed(6),
         routed(None),
-        "^DataError: all or none of a step's microbatches must have routed_tokens, got 1 of 3. ",
+        "^DataError: all or none of a step's .* must have routed_tokens, got 1 of 3. Give",
     ),
     "extremes": (
         of_one_sample(1e-40),

@@ -336,7 +336,7 @@ FUNCTIONS_REFUSED = {
     ),
     # As of a model with a second output for another loss.
     "two outputs": refused(
-        "DataError: losses of the model's output must have one value ... got a tuple ... a TokenLoss",
+        "DataError: losses of the model's output must have one value ... got a tuple ... TokenLoss",
         lambda losses, mask: ((losses, losses), partial(of_first, mask)),
     ),
     "losses [seq, samples]": refused(

@@ -277,7 +277,7 @@ ROWS = {
         on_rank={},
     ),
     "a decided mask in one microbatch of a call": Refusal(
-        "DataError: the losses of all microbatches of a call, or of none, must decide their masks,",
+        "DataError: microbatches of a call, or of none, must decide their masks, got 1",
         decided(run=one_call, step=decides_once),
     ),
     "a decided mask that is too large": Refusal(
