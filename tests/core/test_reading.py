@@ -87,7 +87,7 @@ def test_a_flat_pack_may_have_its_offsets_in_a_row() -> None:
 
 ALL_FORMS = (
     "^the offsets of a batch must be exactly one of cu_seqlens or cu_seqlens_padded or cu_seqlens with "
-    "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded, got {}, of which"
+    "cu_seqlens_padded or cu_seqlens_q or cu_seqlens_q with cu_seqlens_q_padded, got {}, where"
 )
 OFFSETS: list[tuple[dict[str, Any], str]] = [
     (

@@ -191,8 +191,8 @@ IN_TURN = [
   weight:   w_t = m_t / (M_prompt * N_prompt)
   step:     4 microbatches on 2 data-parallel ranks
   counts:   4 samples (packed sequences), 1 rollout, 1 prompt, 0 tokens
-  empty:    every token is masked or rejected; such lines are also printed for the
-            first step with tokens
+  empty:    every token is masked or rejected; such lines are also printed for
+            the first step with tokens
   also:     sample_mean
   measured: gradients are 1.000000 times the planned ones
 """,
