@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -59,17 +60,22 @@ def required_release(framework: str, package: str, oldest: str) -> Iterator[None
     try:
         yield
     except (ImportError, AttributeError) as error:
-        if isinstance(error, ImportError):
-            module = error.name
-        else:  # the holder of the missing attribute is a module or a class, if it is known
-            holder = error.obj
-            module = getattr(holder, "__module__", None) or getattr(holder, "__name__", package)
-        if module is None:  # such as a missing shared library
+        module = _module_without_name(error, package)
+        if module is None:
             raise
         is_missing = isinstance(error, ModuleNotFoundError) and module == package
         if is_missing or module.partition(".")[0] != package:
             raise refused("a module", error, framework=framework, module=module) from error
         raise refused("a newer version", error, framework=framework, oldest=oldest) from error
+
+
+def _module_without_name(error: ImportError | AttributeError, package: str) -> str | None:
+    """The module that lacks the name; None for another failure, such as of a shared library."""
+    if isinstance(error, ImportError):
+        return error.name
+    if isinstance(error.obj, ModuleType):
+        return error.obj.__name__
+    return getattr(error.obj, "__module__", None) or package  # raised without the object
 
 
 def is_installed(package: str) -> bool:

@@ -187,12 +187,15 @@ class Call:
     def trains(self) -> bool:
         return not self.arguments.get("forward_only")
 
+    def parameters(self) -> Iterator[Any]:
+        """The parameters of all model chunks on this rank."""
+        return (x for chunk in self.chunks for x in chunk.parameters())
+
     @functools.cached_property
     def device(self) -> torch.device:
         """The device of the model's parameters."""
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                return torch.device(parameter.device)
+        for parameter in self.parameters():
+            return torch.device(parameter.device)
         # All chunks of this rank are empty pipeline stages.
         accelerator = torch.accelerator.current_accelerator()
         is_available = torch.accelerator.is_available()

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_loss_agg.mcore.call import Call, replaced
 
 
-def is_megatrons(finalize: Callable[..., Any] | None) -> bool:
+def is_megatron_finalization(finalize: Callable[..., Any] | None) -> bool:
     """True if, with this function configured, `finish_gradients` calls Megatron's own."""
     from megatron.core.distributed import finalize_model_grads
 

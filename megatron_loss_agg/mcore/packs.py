@@ -46,27 +46,25 @@ def pack_offsets(
             "where real and padded ones cannot be told apart. Rename or drop a key."
         )
     rows = [_offset_rows(key, x, mask) for key, x in offsets.items()]
-    if not _are_all_samples(rows[-1], sample_counts):
-        rows = [x.cpu() for x in rows]  # to look at their values
+    # A lone pack with ids for as many samples as it has offsets has no filler.
+    has_no_filler = len(rows[-1]) == 1 and rows[-1].shape[1] - 1 in sample_counts
+    if not has_no_filler:
+        rows = [x.cpu() for x in rows]  # one copy, since the values are read several times
     real, padded = rows[0], rows[-1]
     is_dummy = "cu_seqlens" in offsets and not any(sample_counts) and not real.any()
     if is_dummy:
         return {"cu_seqlens": real[0, :1]}  # no samples: all is padding
-    num_fillers = _numbers_of_fillers(batch, padded, sample_counts)
+    num_fillers = [0] if has_no_filler else _numbers_of_fillers(batch, padded)
     joined = [_joined_packs(k, x, num_fillers, mask) for k, x in zip(offsets, rows, strict=True)]
     return dict(zip(("cu_seqlens", "cu_seqlens_padded"), joined, strict=False))
 
 
-def _numbers_of_fillers(
-    batch: Mapping[str, Any], padded: Tensor, sample_counts: Collection[int]
-) -> list[int]:
+def _numbers_of_fillers(batch: Mapping[str, Any], padded: Tensor) -> list[int]:
     """The number of filler offsets at the end of each pack.
 
     A repeated last real offset is an empty sample or filler. Only filler also repeats the last
     padded offset.
     """
-    if _are_all_samples(padded, sample_counts):
-        return [0]
     fillers = []
     for offsets in padded:
         _, run_lengths = offsets.unique_consecutive(return_counts=True)
@@ -77,11 +75,6 @@ def _numbers_of_fillers(
         beyond = [int((row > int(n)).sum()) for row, n in zip(padded, counts, strict=True)]
         fillers = [max(pair) for pair in zip(fillers, beyond, strict=True)]
     return fillers
-
-
-def _are_all_samples(rows: Tensor, sample_counts: Collection[int]) -> bool:
-    """True if there is one pack and the batch has an id for each sample in its offsets."""
-    return len(rows) == 1 and rows.shape[1] - 1 in sample_counts
 
 
 def _offset_rows(key: str, offsets: Any, mask: Tensor) -> Tensor:

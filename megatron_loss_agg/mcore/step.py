@@ -284,15 +284,15 @@ class Step:
         if self.microbatches is not None:
             check_added_losses(call, self.hook.extensions)
             microbatches = self.microbatches
-        elif read_step is not None:
+        elif read_step is None:
+            microbatches = self._draw(call, number)
+        else:
             microbatches = listed(read_step(call.data_iterator, number))
             if len(microbatches) != number and not call.draws_samples:
                 raise DataError(
                     f"the function that reads a step must return {number} microbatches, one for each "
                     f"of the call, got {len(microbatches)}. Correct read_step."
                 )
-        else:
-            microbatches = self._draw(call, number)
         if self.tokens is not None:
             for i, microbatch in enumerate(microbatches):
                 self.tokens.note_batch(i, microbatch)

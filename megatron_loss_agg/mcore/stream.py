@@ -40,7 +40,11 @@ from megatron_loss_agg.mcore.call import Call, ProcessGroups, innermost
 from megatron_loss_agg.mcore.checks.before import added_losses, check_same_on_all_ranks
 from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
-from megatron_loss_agg.mcore.finalization import dividing_by, finish_gradients, is_megatrons
+from megatron_loss_agg.mcore.finalization import (
+    dividing_by,
+    finish_gradients,
+    is_megatron_finalization,
+)
 from megatron_loss_agg.mcore.first_lines import print_end_counted_lines
 from megatron_loss_agg.mcore.forward_step import (
     Report,
@@ -578,7 +582,9 @@ def check_model(call: Call) -> None:
         reason = f"Megatron scales {losses[0]} by itself"
     elif call.ends_step and finalize is None:
         reason = "the schedule divides no gradients where config.finalize_model_grads_func is None"
-    elif is_megatrons(finalize) and not all(hasattr(x, "finish_grad_sync") for x in call.chunks):
+    elif is_megatron_finalization(finalize) and not all(
+        hasattr(chunk, "finish_grad_sync") for chunk in call.chunks
+    ):
         reason = "Megatron's finalize_model_grads needs its DistributedDataParallel"
     elif call.groups.dp_cp is not None:
         reason = "under dynamic context parallelism all ranks would have to make the same calls"

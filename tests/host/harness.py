@@ -36,6 +36,7 @@ MOE = {
     "moe_router_load_balancing_type": "none",
     "add_bias_linear": False,
 }
+AUX = {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 # What decides the parameters of each model.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},

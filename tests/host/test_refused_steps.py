@@ -25,7 +25,7 @@ from megatron_loss_agg import AggregationError, Term
 from megatron_loss_agg.mcore import Extension, LossHook, read_batch
 from tests.host import gpt, pipeline_parallel
 from tests.host.cases import EVALUATION, Batch, Call, Case, assert_exact
-from tests.host.harness import MOE, TOPOLOGIES
+from tests.host.harness import AUX, TOPOLOGIES
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.scripts import with_labels
 from tests.host.steps import NO_TOKENS, PLACES, aggregation
@@ -200,7 +200,6 @@ FAILED = {
 FOUR = Case(places=(((0, 1), (2,), (3,), (4, 6)),))
 
 
-AUX = {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ON_TWO = replace(FOUR, places=PLACES[2])
 
 

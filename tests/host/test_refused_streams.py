@@ -16,7 +16,7 @@ from megatron_loss_agg.mcore import TokenLoss, read_batch
 from megatron_loss_agg.report import Sum
 from tests.host import gpt, scripts
 from tests.host.cases import Case
-from tests.host.harness import MOE, error_of, run_host_ranks
+from tests.host.harness import AUX, error_of, run_host_ranks
 from tests.host.refusals import Refusal, assert_told, two_rows
 from tests.host.steps import NO_TOKENS, SHORT, aggregation
 from tests.host.test_stream import deciding_step, with_decided_mask
@@ -195,7 +195,6 @@ INDEXER = {
     **{"experimental_attention_variant": "dsa", "dsa_indexer_loss_coeff": 0.1},
     "add_bias_linear": False,
 }
-AUX = {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ROWS = {
     "a prompt on two ranks": Refusal(
         "DataError: each prompt of a step that is counted at its end must be whole in one of its parts, "

@@ -70,8 +70,11 @@ def check_added_losses(call: Call, extensions: Iterable[Extension]) -> None:
 
     Megatron divides them by the number of microbatches in each call, unless all losses are divided
     by the step's tokens.
+
+    Args:
+        call: the first call of the step.
     """
-    if call.scale.per_token or (call.begins_step and call.ends_step):
+    if call.scale.per_token or call.ends_step:
         return
     scaled = {name for x in extensions for name in x.scaled_losses}
     for name, loss in added_losses(call.config).items():

@@ -188,8 +188,7 @@ def _reduced_over(call: Call) -> list[_Groups]:
 
     # Megatron marks experts with ``allreduce``. Its FSDP replaces parameters and keeps these marks
     # on the originals.
-    parameters = (x for chunk in call.chunks for x in chunk.parameters())
-    marked = (getattr(x, "orig_param", x) for x in parameters)
+    marked = (getattr(x, "orig_param", x) for x in call.parameters())
     if all(getattr(x, "allreduce", True) for x in marked):
         return [_data_groups(call)]
     pg = call.pg_collection
