@@ -10,9 +10,10 @@ from tests.launch.processes import MODE, refusals, run, run_afresh
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 LAUNCHED = ("-m", "megatron_loss_agg")
 
-# The second of two ranks fails, and the first one waits for it.
+# The second of two ranks fails, and the first one waits for it. torchrun orders errors by their
+# whole seconds, so the first rank's own error comes more than a second later.
 FAILS = """
-import sys, torch
+import sys, time, torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron_loss_agg.errors import DataError
@@ -27,7 +28,11 @@ class Refused:
 def train():
     if dist.get_rank() == 1:
         MegatronOptimizer.__init__(Refused(), None, None, None)  # replaced by the launcher
-    dist.barrier()
+    try:
+        dist.barrier()
+    except RuntimeError:
+        time.sleep(1.1)
+        raise
 train()
 """
 
