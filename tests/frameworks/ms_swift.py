@@ -19,7 +19,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -49,6 +51,7 @@ for _name in ("swift.loss_scale", "megatron.core.models.mimo", "megatron_loss_ag
 importlib.import_module("swift.megatron.pipelines.train.sft").plot_images = lambda *args: None
 
 from mcore_bridge.model.register import ModelLoader, get_model_meta  # noqa: E402
+from megatron.core import mpu  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
@@ -173,6 +176,17 @@ def passed_on() -> tuple[bool, str]:
     with redirect_stdout(io.StringIO()) as printed:
         same = is_passed_on(plugin, "stock_prepare_model", plugin.prepare_model, trainer)
     return same, printed.getvalue()
+
+
+def logged(name: str, *of_rank: float) -> float:
+    """What ms-swift logs as ``name`` on this rank, whose losses report ``of_rank[rank]``."""
+    plugin = importlib.import_module(f"{ADAPTER}.plugin")
+    mpu.initialize_model_parallel()
+    logs = {name: torch.tensor(of_rank[dist.get_rank()])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "stock_log", lambda *args: None)
+        plugin.log(object(), logs, 1)
+    return float(logs[name])
 
 
 def examine(missing: str) -> tuple[tuple[str, str], str]:

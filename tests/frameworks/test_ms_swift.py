@@ -260,6 +260,11 @@ def test_an_evaluation_is_aggregated() -> None:
         assert trained.logs[name] == pytest.approx(after.loss(weights(mode)), rel=1e-5)
 
 
+def test_mismatches_of_a_rank_are_logged_on_each() -> None:
+    # A rank reports its own mismatches, times the number of ranks.
+    assert on_ranks("logged", 2, "mismatches", 2.0, 0.0) == [1.0, 1.0]
+
+
 def test_dft_and_losses_by_channel_stay() -> None:
     more: Settings = {"enable_dft_loss": True, "enable_channel_loss": True}
     settings = (LAYOUTS["packing"], PARALLEL["cp"], more)
