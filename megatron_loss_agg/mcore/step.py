@@ -272,6 +272,8 @@ class Step:
             when=self.is_first or must_have_tokens,
         ):
             if not groups.is_last_stage:
+                # In a later step nobody tells this stage of the error.
+                check_added_losses(call, self.hook.extensions)
                 return None
             plans = counted(call, self.hook.units, read)
             if must_have_tokens and is_empty(call, plans):
@@ -281,8 +283,8 @@ class Step:
     def _read(self, call: Call) -> list[TermMicrobatches]:
         """The microbatches of the step, on a rank that reads data."""
         read_step, number = self.hook.read_step, call.scale.num_microbatches
+        check_added_losses(call, self.hook.extensions)
         if self.microbatches is not None:
-            check_added_losses(call, self.hook.extensions)
             microbatches = self.microbatches
         elif read_step is None:
             microbatches = self._draw(call, number)

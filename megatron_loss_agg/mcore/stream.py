@@ -335,8 +335,9 @@ class EndCountedStep(Step):
         self._check_before(call)
         self.parts: list[Part] = []
         self.iterator = call.data_iterator
-        if groups.reads_data:
-            self.iterator = BatchReader(call.data_iterator, hook.read_batch)
+        with failing_together(groups.all_groups, _ANOTHER_RANK_FAILED, when=self.is_first):
+            if groups.reads_data:
+                self.iterator = BatchReader(call.data_iterator, hook.read_batch)
 
         # Called by finalization, after all microbatches have been counted.
         def denominator() -> Tensor:

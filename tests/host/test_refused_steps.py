@@ -286,6 +286,20 @@ CALLS = {
             ("in one call", (4,), False, ""),
         )
     },
+    "losses of routers in a step of several calls, the second one": Refusal(
+        "HostError: a step of several calls must have no losses that Megatron averages over each call",
+        replace(FOUR, calls=(2, 2), config=AUX, after=replace(FOUR, calls=(4,), config=AUX)),
+        topology="pp2",
+    ),
+    **{
+        f"{name}, in a step of several calls": Refusal(
+            case=replace(FOUR, calls=(2, 2), config=config), topology="dp1"
+        )
+        for name, config in (
+            ("a coefficient of no loss", {**AUX, "moe_router_load_balancing_type": "none"}),
+            ("MTP that does not train", {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0}),
+        )
+    },
     "a step without a microbatch": Refusal(
         "DataError: hook.step must get a microbatch on every rank ... or use hook.stream",
         two_rows(run=of_no_microbatch),

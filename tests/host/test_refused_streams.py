@@ -259,6 +259,12 @@ ROWS = {
         row("sample_mean", run=bare_model),
         topology="dp1",
     ),
+    "a list of batches in place of an iterator": Refusal(
+        "PeerError: another rank failed while counting the step",
+        two_rows("sample_mean", hook={"count": "end"}, iterator=list, places=WHOLE),
+        topology="tp2",
+        on_rank={0: "HostError: data_iterator must be an iterator on ... got a dict"},
+    ),
     "no iterator": Refusal(
         "HostError: data_iterator must be an iterator on ... got a NoneType",
         two_rows("sample_mean", hook={"count": "end"}, iterator=lambda _: None),

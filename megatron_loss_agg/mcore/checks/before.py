@@ -54,15 +54,25 @@ def added_losses(config: Any) -> dict[str, str]:
         by name (``"moe"``, ``"mtp"``, ``"dsa"``), the loss in words, with its flags.
     """
     losses = {}
-    if getattr(config, "num_moe_experts", None) and (
-        getattr(config, "moe_aux_loss_coeff", 0) or getattr(config, "moe_z_loss_coeff", 0)
-    ):
+    if getattr(config, "num_moe_experts", None) and _has_router_losses(config):
         losses["moe"] = "losses of routers (--moe-aux-loss-coeff, --moe-z-loss-coeff)"
-    if getattr(config, "mtp_num_layers", None):
+    if getattr(config, "mtp_num_layers", None) and getattr(config, "mtp_loss_scaling_factor", None):
         losses["mtp"] = "losses of MTP (--mtp-num-layers)"
     if has_indexer_loss(config):
         losses["dsa"] = "the loss of DSA's indexer (--dsa-indexer-loss-coeff)"
     return losses
+
+
+def _has_router_losses(config: Any) -> bool:
+    names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    values = [getattr(config, name, None) for name in names]
+    kinds, coefficients = (x if isinstance(x, list) else [x] for x in values)
+    # Other kinds of balancing have no loss, whatever the coefficient.
+    has_balancing_loss = any(
+        coefficient and str(kind).endswith("aux_loss")
+        for kind, coefficient in zip(kinds, coefficients, strict=True)
+    )
+    return has_balancing_loss or bool(getattr(config, "moe_z_loss_coeff", None))
 
 
 def check_added_losses(call: Call, extensions: Iterable[Extension]) -> None:
@@ -82,7 +92,7 @@ def check_added_losses(call: Call, extensions: Iterable[Extension]) -> None:
             raise HostError(
                 "a step of several calls must have no losses that Megatron averages over each call, got "
                 f"{loss}. Set calculate_per_token_loss, make the step one call, or add an extension "
-                "that scales them, such as MTPAggregation."
+                f"whose scaled_losses name {name!r} (for 'mtp': MTPAggregation)."
             )
 
 
