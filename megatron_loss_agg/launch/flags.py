@@ -322,8 +322,9 @@ def parse_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     )
     values, others = parser.parse_known_args(argv)
     times = Counter(argument.partition("=")[0] for argument in argv)
-    for flag in (FLAG, *(_flag(name) for name, x in _OPTIONS.items() if not x.nargs)):
-        if times[flag] > 1:
+    added_up = [_flag(name) for name, x in _HOOK_OPTIONS.items() if x.nargs]
+    for flag in (FLAG, *map(_flag, _OPTIONS)):
+        if times[flag] > 1 and flag not in added_up:
             raise OptionError(
                 f"{flag} must be given once, got {times[flag]}. Remove all {flag} but one."
             )

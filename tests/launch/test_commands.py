@@ -31,6 +31,9 @@ BAD_STARTS = {
     "SCRIPT @ sum @=sum": "OptionError: @ must be given once, got 2. Remove all @ but one.",
     "@ sum @ token_mean | SCRIPT": "OptionError: @ must be given once, got 2.",
     "SCRIPT @ sum @-divisor 5 @-divisor=7": "OptionError: @-divisor must be given once, got 2.",
+    "SCRIPT @ nested_mean @-levels prompt @-levels sample": (
+        "OptionError: @-levels must be given once, got 2. Remove all @-levels but one."
+    ),
     '@ "sum | SCRIPT': (
         f"OptionError: {VARIABLE} must hold flags with closed quotes, got '@ \"sum '. Close"
     ),
