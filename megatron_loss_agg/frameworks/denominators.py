@@ -17,7 +17,7 @@ import importlib
 from argparse import Namespace
 from itertools import islice
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,34 +33,32 @@ OLDEST_SLIME = "commit 7405851 (25 May 2026)"
 SHIPPED_KEYS = "rollout_mask_sums", "rollout_ids", "micro_batch_indices"
 
 
-def replace_denominators(
-    args: Namespace,
-    data: dict[str, Any] | None,
-    framework: str,
-    upgrade_hint: str,
-    patch_hint: str,
-) -> None:
-    """Set ``rollout_mask_sums`` of this rank's samples; do nothing without an aggregation.
+class Package(NamedTuple):
+    """slime, or its fork."""
 
-    Args:
-        framework: the package that trains: slime or miles.
-        upgrade_hint: a sentence for errors, with the version that passes ``data``.
-        patch_hint: a clause for errors, on how to make it ship prompts and removed samples.
-    """
-    batch_kind = "slime" if framework == "slime" else "miles with its patch"
-    agg = read_aggregation(framework, batch_kind, on_all_ranks=True)
+    name: str
+    batch_kind: str  # as in `check_aggregation`
+    sizes_key: str  # of its data: the number of rollouts in each step
+    upgrade_hint: str  # a sentence for errors: which version passes the data
+    patch_hint: str  # a clause for errors: how to make it ship prompts and removed samples
+
+
+def replace_denominators(args: Namespace, data: dict[str, Any] | None, package: Package) -> None:
+    """Set ``rollout_mask_sums`` of this rank's samples; do nothing without an aggregation."""
+    agg = read_aggregation(package.name, package.batch_kind, on_all_ranks=True)
     if agg is None:
         return
     if data is None:
-        raise refused("slime, data", "only its arguments", framework=framework, hint=upgrade_hint)
+        words = {"framework": package.name, "hint": package.upgrade_hint}
+        raise refused("slime, data", "only its arguments", **words)
     check_settings(args, *REFUSED["slime"])
-    _check_critic(args, framework, patch_hint)
+    _check_critic(args, package)
     if missing := [key for key in SHIPPED_KEYS if key not in data]:
         keys, got = ", ".join(SHIPPED_KEYS), f"none of {', '.join(missing)}"
         raise refused("slime, keys", got, keys=keys, oldest=OLDEST_SLIME)
     masks = data["loss_masks"]
     mask_sums = torch.stack([mask.sum() for mask in masks]).tolist()
-    removed = _removed_samples(data, patch_hint) if agg.rejected else None
+    removed = _removed_samples(data, package) if agg.rejected else None
     if removed:  # the masks of removed samples are 0 by now
         lengths = data["effective_response_lengths"]
         mask_sums = [lengths[i] if x else mask_sums[i] for i, x in enumerate(removed)]
@@ -68,16 +66,15 @@ def replace_denominators(
     if needs_prompts(agg):
         prompts = data.get("group_indices")
         if prompts is None:
-            prompts, per_prompt = _prompts_by_index(args, data, framework, patch_hint)
+            prompts, per_prompt = _prompts_by_index(args, data, package)
 
     # slime wraps groups to destroy them temporarily, and torch finds no backend for the wrapper.
     group = mpu.get_data_parallel_group()
     group = getattr(group, "group", group)
     denominators = torch.ones(len(masks), dtype=torch.float64)
     microbatches = iter(data["micro_batch_indices"])
-    sizes_key = "global_batch_sizes" if framework == "slime" else "num_rollouts"
     for num_microbatches, num_rollouts in zip(
-        data["num_microbatches"], data[sizes_key], strict=True
+        data["num_microbatches"], data[package.sizes_key], strict=True
     ):
         step = list(islice(microbatches, num_microbatches))
         plan = StepPlan.from_mask_sums(
@@ -90,7 +87,7 @@ def replace_denominators(
             else [*map(torch.tensor, _by_microbatch(removed, step))],
             group=group,
         )
-        _check_groups(plan, num_rollouts, per_prompt, patch_hint)
+        _check_groups(plan, num_rollouts, per_prompt, package)
         print_first_lines(plan, "critic" if args.loss_type == "value_loss" else "")
         for k, rows in enumerate(step):
             denominators[rows] = 1 / (plan.coefficients(k) * num_rollouts)
@@ -111,33 +108,33 @@ def _by_microbatch(values: list[Any], step: list[list[int]]) -> list[list[Any]]:
     return [[values[row] for row in rows] for rows in step]
 
 
-def _check_critic(args: Namespace, framework: str, patch_hint: str) -> None:
+def _check_critic(args: Namespace, package: Package) -> None:
     """Raise in an actor if other processes train its critic without `postprocess`."""
     if not args.use_critic or args.loss_type == "value_loss":
         return
-    actor = importlib.import_module(f"{framework}.backends.megatron_utils.actor")
+    actor = importlib.import_module(f"{package.name}.backends.megatron_utils.actor")
     train_critic = actor.MegatronTrainRayActor.train_critic
     code = getattr(train_critic, "__wrapped__", train_critic).__code__
     if "rollout_data_postprocess" not in code.co_names:
         got = "one that calls it only for the actor"
-        raise refused("slime, critic", got, framework=framework, hint=patch_hint)
+        raise refused("slime, critic", got, framework=package.name, hint=package.patch_hint)
 
 
-def _removed_samples(data: dict[str, Any], patch_hint: str) -> list[bool]:
+def _removed_samples(data: dict[str, Any], package: Package) -> list[bool]:
     """True for each sample that was removed."""
     if "remove_samples" not in data:
-        raise refused("slime, removed samples", "only masks", hint=patch_hint)
+        raise refused("slime, removed samples", "only masks", hint=package.patch_hint)
     removed: list[bool] = data["remove_samples"]
     return removed
 
 
 def _prompts_by_index(
-    args: Namespace, data: dict[str, Any], framework: str, patch_hint: str
+    args: Namespace, data: dict[str, Any], package: Package
 ) -> tuple[list[int], int]:
     """Each sample's prompt, from the numbers of the framework's data source; samples per prompt."""
-    source = args.data_source_path
-    if not source.startswith(f"{framework}.rollout.data_source.") or "sample_indices" not in data:
-        raise refused("slime, numbered samples", source, hint=patch_hint)
+    source, own = args.data_source_path, f"{package.name}.rollout.data_source."
+    if not source.startswith(own) or "sample_indices" not in data:
+        raise refused("slime, numbered samples", source, hint=package.patch_hint)
     per_prompt = args.n_samples_per_prompt
     # The plan refuses an index of another type, on all ranks.
     indices = data["sample_indices"]
@@ -145,7 +142,7 @@ def _prompts_by_index(
 
 
 def _check_groups(
-    plan: StepPlan, num_rollouts: int, per_prompt: int | None, patch_hint: str
+    plan: StepPlan, num_rollouts: int, per_prompt: int | None, package: Package
 ) -> None:
     """Raise on all ranks if the plan and the step differ in their numbers of groups."""
     assert plan.samples is not None
@@ -156,7 +153,7 @@ def _check_groups(
         return
     prompts = len(plan.samples.groups("prompt").ids_G)
     if prompts * per_prompt != num_rollouts:
-        words = {"per_prompt": per_prompt, "rollouts": num_rollouts, "hint": patch_hint}
+        words = {"per_prompt": per_prompt, "rollouts": num_rollouts, "hint": package.patch_hint}
         raise refused("slime, prompts", f"{prompts} prompts", **words)
 
 

@@ -25,7 +25,7 @@ from megatron_loss_agg.frameworks import (
     read_aggregation,
     required_release,
 )
-from megatron_loss_agg.frameworks.denominators import needs_prompts, replace_denominators
+from megatron_loss_agg.frameworks.denominators import Package, needs_prompts, replace_denominators
 from megatron_loss_agg.frameworks.refusals import SETTINGS as REFUSED
 from megatron_loss_agg.frameworks.refusals import check_settings, refused
 
@@ -38,6 +38,14 @@ CONVERT_HINT = (
     "set --custom-convert-samples-to-train-data-path megatron_loss_agg.frameworks.miles.convert"
 )
 
+MILES = Package(
+    "miles",
+    batch_kind="miles with its patch",
+    sizes_key="num_rollouts",
+    upgrade_hint=f"Let it hand them over (patches/miles/31f1ca9.patch), or {CONVERT_HINT}.",
+    patch_hint=CONVERT_HINT,
+)
+
 if is_installed("miles"):  # not where this module is imported only to read it
     with required_release("miles", "miles", OLDEST):
         importlib.import_module("miles.utils.dp_schedule")
@@ -45,8 +53,7 @@ if is_installed("miles"):  # not where this module is imported only to read it
 
 def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = None) -> None:
     """Replace the denominators in ``rollout_data``, like slime's adapter."""
-    upgrade_hint = f"Let it hand them over (patches/miles/31f1ca9.patch), or {CONVERT_HINT}."
-    replace_denominators(args, rollout_data, "miles", upgrade_hint, CONVERT_HINT)
+    replace_denominators(args, rollout_data, MILES)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,19 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_loss_agg.frameworks import is_installed, required_release
-from megatron_loss_agg.frameworks.denominators import OLDEST_SLIME, replace_denominators
+from megatron_loss_agg.frameworks.denominators import OLDEST_SLIME, Package, replace_denominators
 
 SETTINGS = """\
 --rollout-data-postprocess-path megatron_loss_agg.frameworks.slime.postprocess
 --train-env-vars '{"MEGATRON_LOSS_AGG_FLAGS":"--loss-aggregation=prompt_mean"}'
 """
-PATCH_HINT = "apply patches/slime/624b824.patch to slime"
+SLIME = Package(
+    "slime",
+    batch_kind="slime",
+    sizes_key="global_batch_sizes",
+    upgrade_hint=f"Use slime of {OLDEST_SLIME} or later.",
+    patch_hint="apply patches/slime/624b824.patch to slime",
+)
 
 if is_installed("slime"):  # not where this module is imported only to read it
     with required_release("slime", "slime", OLDEST_SLIME):
@@ -31,5 +37,4 @@ def postprocess(args: Namespace, rollout_id: Any = None, rollout_data: Any = Non
         HostError: slime is too old, or has a setting with which it reduces a loss differently.
         OptionError: the aggregation needs more than slime's samples have.
     """
-    upgrade_hint = f"Use slime of {OLDEST_SLIME} or later."
-    replace_denominators(args, rollout_data, "slime", upgrade_hint, PATCH_HINT)
+    replace_denominators(args, rollout_data, SLIME)
