@@ -20,6 +20,7 @@ from nox.command import CommandFailed
 
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True  # else a release is skipped, and all is well
 
 CI = Path(__file__).parent / "ci"
 REPORTS = CI.parent / "build" / "verified"

@@ -44,20 +44,20 @@ from tests.host.test_other_models import hybrid_stack
 stack = hybrid_stack()
 PY
 
-# launch RESULT SCRIPT FLAG ...: two ranks for two steps; RESULT is what the log must have.
+# launch RESULT SCRIPT FLAG ...: two ranks for two steps, without an error; RESULT is what the log
+# must have.
 launch() {
-    local result=$1 script=$2 log=$out/launch.log flags="${*:3}"
-    [[ -e $host/$script ]] || return 0
+    local result=$1 script=$2 log=$out/launch.log flags="${*:3}" ended=0
     (cd "$host" && "$python" -m torch.distributed.run --standalone --nnodes 1 --nproc-per-node 2 \
         -m megatron_loss_agg --cpu "$script" --num-layers 4 --hidden-size 32 --ffn-hidden-size 64 \
         --num-attention-heads 2 --position-embedding-type rope --attention-dropout 0 \
         --hidden-dropout 0 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 \
         --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-interval 100 --eval-iters 1 \
         --log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 128 \
-        --loss-aggregation sample_mean --loss-aggregation-audit "${@:3}") >"$log" 2>&1 </dev/null || true
-    if ! grep -q "$result" "$log"; then
+        --loss-aggregation sample_mean --loss-aggregation-audit "${@:3}") >"$log" 2>&1 </dev/null || ended=$?
+    if [[ $ended -ne 0 ]] || ! grep -q "$result" "$log"; then
         tail -n 40 "$log" >&2
-        echo "ci/next.sh: $script $flags did not say '$result'" >&2
+        echo "ci/next.sh: $script $flags ended with $ended, or did not say '$result'" >&2
         return 1
     fi
     echo "| \`$script${flags:+ $flags}\` | $(grep -o -m 1 "$result" "$log") |" >>"$out/launches.md"
