@@ -14,5 +14,7 @@ set -euo pipefail
 export NNODES=$SLURM_JOB_NUM_NODES RANKS=$SLURM_GPUS_ON_NODE JOB=$SLURM_JOB_ID
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HOST PORT=$((20000 + SLURM_JOB_ID % 10000)) # jobs that share a node need ports of their own
-# As soon as the ranks of one node have failed, those of the others are ended.
-srun --kill-on-bad-exit=1 --label bash examples/cluster/node.sh "$@"
+# As soon as the ranks of one node have failed, those of the others are ended. Of the job's CPUs, srun
+# of Slurm 22.05 and later gives a task one, unless it is told.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 --label \
+    bash examples/cluster/node.sh "$@"
