@@ -106,7 +106,7 @@ def test_on(session: nox.Session, host: Host) -> None:
     session.install(*install, "megatron-core", "setuptools>=77", *TOOLS)
     session.install(*install, "--no-build-isolation", "-e", ".")
     session.run(
-        *("python", "-m", "pytest", "--timeout", "600", "-q", "-W", "ignore"),
+        *("python", "-m", "pytest", "--timeout", "1200", "-q", "-W", "ignore"),
         *("-n", "logical", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder"),
         *(("-m", "not extended") if session.posargs else ()),
         f"--junitxml={REPORTS / host.version}.xml",

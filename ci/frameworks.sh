@@ -146,7 +146,7 @@ newest_release() {
             patch -p1 -d "$venv/peers" --dry-run --silent --force <"$patch" >/dev/null ||
                 result="its patch does not fit"
         fi
-        if "$venv/bin/python" -m pytest -q -W ignore --timeout 600 "tests/frameworks/test_$2.py" \
+        if "$venv/bin/python" -m pytest -q -W ignore --timeout 1200 "tests/frameworks/test_$2.py" \
             </dev/null >"$scratch/$name.log" 2>&1; then
             result+=" | exact"
         else

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile what they import
+unset PYTHONUNBUFFERED # lines of several ranks would be torn
 
 newest=build/verified/newest.xml
 if [[ $# -eq 0 ]]; then

@@ -70,7 +70,7 @@ launch "$exact" pretrain_gpt.py --context-parallel-size 2 --calculate-per-token-
 launch "$exact" pretrain_hybrid.py --hybrid-layer-pattern '*-*-' --spec local_layers stack || status=1
 
 mapfile -t tests < <("$ours" -c 'import noxfile; print(*noxfile.NEXT_TESTS, sep="\n")')
-"$python" -m pytest --timeout 600 -q -W ignore --show-capture=no \
+"$python" -m pytest --timeout 1200 -q -W ignore --show-capture=no \
     -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
     --junitxml="$out/report.xml" "${tests[@]}" </dev/null || status=1
 

@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONOPTIMIZE # without assertions, tests pass that should fail
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile what they import
+unset PYTHONUNBUFFERED # lines of several ranks would be torn
 
 python=$(bash ci/python.sh mcore,test,docs,plot,rl)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -42,5 +43,5 @@ elif [[ $# -eq 0 || $1 == --all ]]; then
     fi
 fi
 # A hang in a collective ends in a traceback instead of a silent job.
-"$python" -m pytest --timeout 600 "$@" </dev/null || status=$?
+"$python" -m pytest --timeout 1200 "$@" </dev/null || status=$?
 exit "$status"

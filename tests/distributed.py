@@ -47,7 +47,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 400.0,
     preload: str = "torch._dynamo",
     initialized: bool = True,
 ) -> list[Any]:
@@ -201,8 +201,8 @@ def _rank_main(rank: int, job: _Job, sender: Connection, log: IO[bytes]) -> None
     os.environ.update(job.environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
     faulthandler.enable(sys.__stderr__)
-    # Where it hangs, before it is killed.
-    faulthandler.dump_traceback_later(0.95 * job.timeout, file=sys.__stderr__)
+    # Where it hangs, before it is killed; on a busy machine it takes seconds to say it.
+    faulthandler.dump_traceback_later(max(job.timeout - 5, job.timeout / 2), file=sys.__stderr__)
     try:
         if job.initialized:
             limit = timedelta(seconds=job.timeout)

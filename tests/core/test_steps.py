@@ -478,7 +478,7 @@ def heard_on_ranks() -> list[str]:
 
 
 def test_what_one_rank_does_otherwise_stops_every_rank_by_name():
-    for rank, heard in enumerate(run_ranks(heard_on_ranks, 3, timeout=60.0)):
+    for rank, heard in enumerate(run_ranks(heard_on_ranks, 3)):
         expected = [(name, text) for name, (*_, text) in DIFFERENT.items()]
         for name, (*_, doing, cause) in DEFECTS.items():
             expected.append((name, f"^{cause}" if rank == 1 else OF_RANK_1.format(doing, cause)))

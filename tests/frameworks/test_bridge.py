@@ -118,7 +118,7 @@ def test_training_and_evaluation_are_exact_where_bridge_computes_another_mean(ca
     for seen in trained(case):
         for mode in MODES:
             assert len(seen[mode]["gradients"]) == len(seen[mode]["reports"]) == 2
-            assert error(seen[mode], mode) <= min(2 * own, FP32)
+            assert error(seen[mode], mode) <= min(4 * own, FP32)
             for report in (*seen[mode]["reports"], seen[mode]["evaluation"]):
                 assert report == pytest.approx(expected_reports(mode), rel=1e-6)
     found = [error(seen[STOCK], mode) for mode in MODES]

@@ -2,7 +2,7 @@
 
 Each run trains a checkpoint for one step, on two ranks. Its gradient is what that step, of SGD,
 subtracts from the weights that are saved. Stock is exact for the token mean under the per-token
-flag: twice its error there bounds ours.
+flag: four times its error there bounds ours.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def test_sft_is_exact_and_logs_the_token_mean_and_the_aggregated_loss(
     flags = f"--loss-aggregation {mode}"
     hooked, stock = (sft(x, layout, parallel, per_token, scaled) for x in (flags, None))
     whole, w = references()["loss"], weights(mode, scaled)
-    assert error(hooked, whole, w) <= min(2 * own_error(), FP32)
+    assert error(hooked, whole, w) <= min(4 * own_error(), FP32)
     assert error(stock, whole, w) == pytest.approx(off, abs=5e-3)
     assert hooked.logs[f"{mode}_loss"] == pytest.approx(whole.loss(w), rel=1e-6)
     token_mean = whole.loss(weights("token_mean", scaled))

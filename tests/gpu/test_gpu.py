@@ -127,7 +127,7 @@ def tried(found: Results, seconds: float) -> None:
 
 # Of each ending, where it is noted, and how.
 ENDINGS = {
-    "hangs": ("failed", "still running after 15 s, and was killed"),
+    "hangs": ("failed", "still running after 45 s, and was killed"),
     "fails": ("failed", "ValueError: what went wrong"),
     "one of two dies": ("failed", "its processes ended with [None, 7]"),
     "lacks": ("could_not_run", "needs more"),
@@ -143,14 +143,14 @@ def dry_run(out: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
     own = {"PYTHON": sys.executable, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     parts = [f"--only={name}" for name in PARTS if name not in ELSEWHERE]
     command = ["bash", "benchmarks/gpu.sh", "--dry", "--out", str(out), *parts]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 560}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 1100}
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, **options), out
 
 
 def ended(out: Path, ending: str) -> dict[str, Any]:
     """The findings of a part of `tried`."""
-    part = Part(f"{__name__}:tried", 60, ranks=2 if "two" in ending else 1)
-    return runner.run(ending, part, True, 15.0 if ending == "hangs" else 60.0, out)
+    part = Part(f"{__name__}:tried", 200, ranks=2 if "two" in ending else 1)
+    return runner.run(ending, part, True, 45.0 if ending == "hangs" else 200.0, out)
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def run(
     if expected is None:
         expected = [_gradient(case.loss, topology.model) for case in cases]
     given = topology, list(cases), list(expected)
-    ranks = run_host_ranks(_on_rank, topology.world_size, *given, timeout=100)
+    ranks = run_host_ranks(_on_rank, topology.world_size, *given)
     assert len(ranks) == topology.world_size
     return dict(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))
 

@@ -80,7 +80,7 @@ def _rows(module: str) -> dict[str, Refusal]:
 def _told(module: str, topology: str) -> list[dict[str, str | None]]:
     """By rank, the error of each row of ``topology``."""
     size = TOPOLOGIES[topology].world_size
-    return run_host_ranks(_errors, size, module, topology, timeout=300)
+    return run_host_ranks(_errors, size, module, topology)
 
 
 def _errors(module: str, topology: str) -> dict[str, str | None]:

@@ -259,7 +259,7 @@ def train_on_failing(good_steps: int) -> None:
 def test_a_loader_that_fails_in_its_wrapper_ends_the_job_with_its_error(good_steps: int) -> None:
     """The other ranks wait for it in the wrapper, not in an exchange of the hook."""
     with pytest.raises(RankFailed, match=r"rank 1 failed(.|\n)*OSError: disk"):
-        run_host_ranks(train_on_failing, 2, good_steps, timeout=60)
+        run_host_ranks(train_on_failing, 2, good_steps)
 
 
 def samples_of_chats(folder: Path) -> list[tuple[list[float], int, float]]:

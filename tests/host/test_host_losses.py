@@ -150,7 +150,7 @@ def compare(topology: Topology, losses: list[tuple[str, Case]]) -> None:
 @pytest.mark.parametrize("name, model", KEPT)
 def test_the_plugin_leaves_the_hosts_loss_its_weight(name: str, model: str) -> None:
     topology = dataclasses.replace(TOPOLOGIES[name], model=model)
-    run_host_ranks(compare, topology.world_size, topology, KEPT[name, model], timeout=300)
+    run_host_ranks(compare, topology.world_size, topology, KEPT[name, model])
 
 
 @pytest.mark.parametrize("name", ["cp2", "ep2"])

@@ -39,7 +39,7 @@ def run(
         (folder / "script.py").write_text(script)
         script = folder / "script.py"
     argv = [*starter, str(script), *flags]
-    codes = run_host_ranks(_main, ranks, argv, folder, timeout=240, initialized=False)
+    codes = run_host_ranks(_main, ranks, argv, folder, initialized=False)
     return codes, "".join((folder / f"rank{rank}.log").read_text() for rank in range(ranks))
 
 
@@ -109,7 +109,7 @@ def run_afresh(*argv: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

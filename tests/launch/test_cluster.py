@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import socket
 import subprocess
@@ -34,11 +35,15 @@ runpy.run_path("{ROOT}/examples/pretrain_gpt.py", run_name="__main__")
 """
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        return listener.connect_ex(("127.0.0.1", port)) != 0
+
+
 def on_two_nodes(folder: Path, *words: str) -> list[tuple[int, str]]:
     """Run node.sh once a node, each with one rank; the exit code and all output of each."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    # Below the ports that the system picks for others, before these nodes begin to listen.
+    port = next(x for x in random.sample(range(20000, 30000), 100) if is_free(x))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -59,7 +64,7 @@ def on_two_nodes(folder: Path, *words: str) -> list[tuple[int, str]]:
         )
         for _ in range(2)
     ]
-    logs = [launcher.communicate(timeout=300)[0] for launcher in launchers]
+    logs = [launcher.communicate(timeout=900)[0] for launcher in launchers]
     return [(launcher.returncode, text) for launcher, text in zip(launchers, logs, strict=True)]
 
 
