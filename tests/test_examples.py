@@ -415,3 +415,25 @@ def test_a_run_resumes_to_the_bit_and_with_the_same_flags_alone(
     assert _metrics(tmp_path) == _metrics(trained.output)
     with pytest.raises(ValueError, match=r"other flags \(lr 0.005 -> 0.1\); expected the same"):
         checkpoint.load(trained.output, replace(trained, lr=0.1))
+
+
+def _train_in_bf16(options: Options) -> None:
+    """As on a GPU, apart from the layers of Transformer Engine."""
+    from examples.grpo import model
+
+    model.get_gpt_layer_with_transformer_engine_spec = model.get_gpt_layer_local_spec
+    _train(replace(options, cpu=False))
+
+
+def test_a_run_in_bf16_resumes_to_the_bit(tmp_path: Path) -> None:
+    # The optimizer's fp32 weights are in the checkpoint: rounded ones would give other steps.
+    whole = replace(
+        TINY, steps=4, save_every=2, warmup=2, context_parallel=1, output=tmp_path / "whole"
+    )
+    run_host_ranks(_train_in_bf16, 1, whole)
+    resumed = replace(whole, output=tmp_path / "resumed", resume=True)
+    resumed.output.mkdir()
+    for name in ("step_000002.pt", "metrics.jsonl"):
+        shutil.copy(whole.output / name, resumed.output)
+    run_host_ranks(_train_in_bf16, 1, resumed)
+    assert _metrics(resumed.output) == _metrics(whole.output)

@@ -50,7 +50,6 @@ class Trainer:
         self.policy.module.load_state_dict(state["policy"])
         self.reference.load_state_dict(state["reference"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.reload_model_params()
 
     def warm_up(self) -> None:
         """Train briefly with supervision; the resulting model is the reference."""
