@@ -383,7 +383,8 @@ def test_context_parallel_ranks_sample_the_same_to_the_bit() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Options:
     """Of one uninterrupted run at CP 2 x DP 2."""
     options = replace(TINY, output=tmp_path_factory.mktemp("whole"))
-    (options.output / "step_000100.pt").touch()  # an earlier run's
+    for name in ("step_000100.pt", "step_000100.part", "step_notes.txt"):  # from an earlier run
+        (options.output / name).touch()
     run_host_ranks(_train, 4, options)
     return options
 
@@ -404,6 +405,11 @@ def test_the_reward_rises_and_is_logged_and_plotted(trained: Options, tmp_path: 
     plot.plot(tmp_path / "some" / "plot.png", [trained.output, trained.output])
     assert (tmp_path / "some" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "12 steps" in plot.summary(trained.output)
+
+
+def test_a_new_run_removes_an_earlier_ones_checkpoints_and_no_other_file(trained: Options) -> None:
+    names = {path.name for path in trained.output.glob("step_*")}
+    assert names == {"step_000008.pt", "step_000012.pt", "step_notes.txt"}
 
 
 def test_a_run_resumes_to_the_bit_and_with_the_same_flags_alone(

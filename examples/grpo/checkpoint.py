@@ -30,7 +30,7 @@ def save(folder: Path, step: int, options: Options, state: dict[str, Any]) -> No
 def clear(folder: Path) -> None:
     """Remove the checkpoints of an earlier run, so that the new one cannot be resumed from them."""
     if dist.get_rank() == 0:
-        for path in folder.glob("step_*"):
+        for path in (*folder.glob("step_*.pt"), *folder.glob("step_*.part")):
             path.unlink()
     dist.barrier()
 
