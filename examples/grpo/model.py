@@ -60,7 +60,8 @@ def build(options: Options) -> Any:
         config,
         spec(),
         vocab_size=task.VOCAB_SIZE,
-        # Room for padding, the same for any number of ranks: initial weights depend on this length.
+        # Room for the padding of up to 10 context-parallel ranks. Initial weights depend on this
+        # length, so it does not depend on the ranks.
         max_sequence_length=task.PROMPT + task.MAX_ANSWER + 8,
         position_embedding_type="learned_absolute",
     ).cuda()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small GPT on sums by GRPO: four CPU processes, context parallel 2 x data parallel 2.
 #
-#   bash examples/grpo/run.sh [flags of train.py]             one run, about 5 minutes on 2 cores
+#   bash examples/grpo/run.sh [flags of train.py]             one run
 #   bash examples/grpo/run.sh --compare [flags of train.py]   one run for each of five aggregations
 #
 # Metrics, checkpoints, TensorBoard files and plots go to build/grpo.
