@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,8 +35,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_loss_agg import LossAggregation, predicting_mask
 from megatron_loss_agg.mcore import LossHook, TokenLoss
+from megatron_loss_agg.report import reduce_reports
 
-VOCAB, LENGTH, PROMPTS, ANSWERS, MICROBATCHES = 32, 16, 4, 4, 2
+VOCAB, LENGTH, PROMPTS, ANSWERS = 32, 16, 4, 4
 Batch = dict[str, Tensor]
 
 
@@ -50,6 +50,7 @@ def rollouts(step: int) -> Batch:
     response = ((position >= 2) & (position < length)).double()  # after a prompt of two tokens
     return {
         "tokens": torch.randint(0, VOCAB, (number, LENGTH), generator=generator),
+        "lengths": length.squeeze(1),
         # The loss of token t + 1 is at position t.
         "loss_mask": predicting_mask(response),
         "advantages": torch.randn(number, 1, generator=generator, dtype=torch.float64),
@@ -57,11 +58,15 @@ def rollouts(step: int) -> Batch:
     }
 
 
-def token_losses(logits: Tensor, batch: Batch) -> Tensor:
+def next_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``log p(next token)``, [rows, seq]."""
+    following = tokens.roll(-1, dims=1).unsqueeze(-1)
+    return logits.log_softmax(-1).gather(-1, following).squeeze(-1)
+
+
+def token_losses(log_probs: Tensor, batch: Batch) -> Tensor:
     """REINFORCE, per token: ``-advantage * log p(next token)``."""
-    following = batch["tokens"].roll(-1, dims=1)
-    log_probs = logits.log_softmax(-1).gather(-1, following.unsqueeze(-1)).squeeze(-1)
-    return -batch["advantages"].to(logits) * log_probs
+    return -batch["advantages"].to(log_probs) * log_probs
 
 
 def logits_of(model: Any, batch: Batch) -> Tensor:
@@ -73,22 +78,30 @@ def logits_of(model: Any, batch: Batch) -> Tensor:
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
     batch = {key: value.cuda() for key, value in next(data_iterator).items()}
-    loss = TokenLoss(lambda logits: token_losses(logits, batch), batch["loss_mask"])
-    return logits_of(model, batch), loss
+
+    def compute(logits: Tensor) -> Tensor:
+        return token_losses(next_log_probs(logits, batch["tokens"]), batch)
+
+    return logits_of(model, batch), TokenLoss(compute, batch["loss_mask"])
 
 
 def my_microbatches(whole: Batch) -> list[Batch]:
-    """This data-parallel rank's rows, in microbatches of unequal size."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    rows = torch.arange(PROMPTS * ANSWERS)[rank::ranks]  # a prompt's answers are on several ranks
-    cuts = [0, 1, len(rows)]
-    return [{k: v[rows[a:b]] for k, v in whole.items()} for a, b in pairwise(cuts)]
+    """This data-parallel rank's rows, in two microbatches, whose sizes differ from rank to rank.
+
+    A rank needs two rows, so that neither microbatch is empty: 16 rows are enough for 8 ranks.
+    """
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
+    rows = torch.arange(len(whole["tokens"]))[rank::ranks]  # a prompt's are on several ranks
+    cut = 1 + rank % (len(rows) - 1)
+    return [{k: v[part] for k, v in whole.items()} for part in (rows[:cut], rows[cut:])]
 
 
 def prompt_mean_gradient(model: GPTModel, whole: Batch) -> list[Tensor]:
     """The true gradient of the step, written out: one process, no microbatches."""
     whole = {key: value.cuda() for key, value in whole.items()}
-    losses, mask = token_losses(logits_of(model, whole), whole), whole["loss_mask"]
+    log_probs = next_log_probs(logits_of(model, whole), whole["tokens"])
+    losses, mask = token_losses(log_probs, whole), whole["loss_mask"]
     means = []
     for prompt in range(PROMPTS):
         rows = whole["prompt_ids"] == prompt
@@ -96,7 +109,7 @@ def prompt_mean_gradient(model: GPTModel, whole: Batch) -> list[Tensor]:
     return list(torch.autograd.grad(torch.stack(means).mean(), list(model.parameters())))
 
 
-def build() -> DistributedDataParallel:
+def build() -> GPTModel:
     torch.set_default_dtype(torch.float64)
     config = TransformerConfig(
         num_layers=2,
@@ -113,15 +126,18 @@ def build() -> DistributedDataParallel:
         attention_softmax_in_fp32=False,
         finalize_model_grads_func=finalize_model_grads,
     )
-    model = GPTModel(
+    return GPTModel(
         config,
         get_gpt_layer_local_spec(),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
     ).cuda()
+
+
+def distribute(model: GPTModel) -> DistributedDataParallel:
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    return DistributedDataParallel(config, settings, model)
+    return DistributedDataParallel(model.config, settings, model)
 
 
 def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -131,7 +147,7 @@ def start() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    ddp = build()
+    ddp = distribute(build())
     return ddp, torch.optim.SGD(ddp.module.parameters(), lr=0.5)
 
 
@@ -153,10 +169,10 @@ def update(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> No
 
 
 def report(step: int, reports: list[Batch], error: float) -> None:
-    loss = sum(report["prompt_mean loss"] for report in reports)
-    dist.all_reduce(loss)
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    loss = reduce_reports(reports, ranks)["prompt_mean loss"]
     if dist.get_rank() == 0:
-        print(f"step {step}: loss {loss[0] / loss[1]:.6f}, gradient error {error:.1e}")
+        print(f"step {step}: loss {loss:.6f}, gradient error {error:.1e}")
 
 
 def main() -> None:
@@ -167,12 +183,13 @@ def main() -> None:
 
     for step in range(5):
         whole = rollouts(step)
+        microbatches = my_microbatches(whole)
         ddp.zero_grad_buffer()
         reports = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter(my_microbatches(whole)),
+            data_iterator=iter(microbatches),
             model=[ddp],
-            num_microbatches=MICROBATCHES,
+            num_microbatches=len(microbatches),
             seq_length=LENGTH,
             micro_batch_size=1,
         )

@@ -19,12 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from custom_loop import LENGTH, VOCAB, Batch, build, logits_of, prove, report, start, update
+from custom_loop import (
+    LENGTH,
+    VOCAB,
+    Batch,
+    build,
+    logits_of,
+    my_microbatches,
+    next_log_probs,
+    prove,
+    report,
+    start,
+    update,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -32,7 +42,8 @@ from torch.nn.functional import logsigmoid
 from megatron_loss_agg import LossAggregation, Microbatch, predicting_mask
 from megatron_loss_agg.mcore import LossHook, SampleLoss
 
-PROMPTS, PAIRS, BETA = 4, 10, 0.5
+PAIRS_BY_PROMPT, BETA = (1, 3, 5, 7), 0.5
+PROMPTS, PAIRS = len(PAIRS_BY_PROMPT), sum(PAIRS_BY_PROMPT)
 
 
 def preferences(step: int) -> Batch:
@@ -44,19 +55,13 @@ def preferences(step: int) -> Batch:
     return {
         "tokens": torch.randint(0, VOCAB, (PAIRS, 2, LENGTH), generator=generator),
         "loss_mask": predicting_mask(response.flatten(0, 1)).view_as(response),
-        "prompt_ids": torch.arange(PAIRS) % PROMPTS,
+        "prompt_ids": torch.arange(PROMPTS).repeat_interleave(torch.tensor(PAIRS_BY_PROMPT)),
     }
 
 
 def answers(batch: Batch) -> Batch:
     """Rows [2 * pairs, seq]."""
     return {"tokens": batch["tokens"].flatten(0, 1), "loss_mask": batch["loss_mask"].flatten(0, 1)}
-
-
-def log_probs_of(logits: Tensor, batch: Batch) -> Tensor:
-    """Log-probabilities of the next tokens, [2 * pairs, seq]."""
-    following = answers(batch)["tokens"].roll(-1, dims=1).unsqueeze(-1)
-    return logits.log_softmax(-1).gather(-1, following).squeeze(-1)
 
 
 def pair_losses(answer_sums: Tensor, batch: Batch) -> Tensor:
@@ -68,7 +73,8 @@ def pair_losses(answer_sums: Tensor, batch: Batch) -> Tensor:
 def whole_log_probs(model: Any, batch: Batch) -> Tensor:
     """Log-probabilities of whole answers, [2 * pairs], in one process."""
     rows = answers(batch)
-    return (log_probs_of(logits_of(model, rows), batch) * rows["loss_mask"]).sum(dim=1)
+    log_probs = next_log_probs(logits_of(model, rows), rows["tokens"])
+    return (log_probs * rows["loss_mask"]).sum(dim=1)
 
 
 def read(batch: Batch) -> Microbatch:
@@ -84,15 +90,8 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, Sa
     def losses(log_probs: Tensor, lengths: Tensor) -> Tensor:
         return pair_losses(log_probs, batch)
 
-    loss = SampleLoss(losses, partial(log_probs_of, batch=batch), rows["loss_mask"])  # (2)
-    return logits_of(model, rows), loss
-
-
-def my_microbatches(whole: Batch) -> list[Batch]:
-    """This data-parallel rank's pairs, in microbatches of unequal size."""
-    pairs = torch.arange(PAIRS)[dist.get_rank() :: dist.get_world_size()]
-    cuts = [0, 1, len(pairs)]
-    return [{k: v[pairs[a:b]] for k, v in whole.items()} for a, b in pairwise(cuts)]
+    log_probs = partial(next_log_probs, tokens=rows["tokens"])
+    return logits_of(model, rows), SampleLoss(losses, log_probs, rows["loss_mask"])  # (2)
 
 
 def prompt_mean_gradient(model: Any, whole: Batch) -> list[Tensor]:
@@ -104,22 +103,21 @@ def prompt_mean_gradient(model: Any, whole: Batch) -> list[Tensor]:
 
 def main() -> None:
     ddp, optimizer = start()
-    reference = build().module
+    reference = build().requires_grad_(False)
     reference.load_state_dict(ddp.module.state_dict())
     hook = LossHook(LossAggregation(mode="prompt_mean"), read_batch=read)
     forward_backward = hook.wrap(get_forward_backward_func())
 
     for step in range(5):
         whole = {key: value.cuda() for key, value in preferences(step).items()}
-        with torch.no_grad():
-            whole["reference"] = whole_log_probs(reference, whole).view(-1, 2)
-        batches = my_microbatches(whole)
+        whole["reference"] = whole_log_probs(reference, whole).view(-1, 2)
+        microbatches = my_microbatches(whole)
         ddp.zero_grad_buffer()
         reports = forward_backward(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
+            data_iterator=iter(microbatches),
             model=[ddp],
-            num_microbatches=len(batches),
+            num_microbatches=len(microbatches),
             seq_length=LENGTH,
             micro_batch_size=1,
         )

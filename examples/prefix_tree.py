@@ -4,7 +4,7 @@
 
 The answers to a prompt share the prompt, and two of them also share a turn that is trained. The
 model computes each shared token once. The rollouts are averaged: masks, ids and losses are by rows,
-and a token's logits are taken from its node in the tree. The example proves that every gradient
+and a token's log-probability is taken from its node in the tree. The example proves that every gradient
 equals that of the rows, without a tree, in one process.
 
 The model, the data and the losses come from `custom_loop.py`.
@@ -12,7 +12,6 @@ The model, the data and the losses come from `custom_loop.py`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from custom_loop import (
     Batch,
     logits_of,
     my_microbatches,
+    next_log_probs,
     prove,
     rollouts,
     start,
@@ -32,6 +32,7 @@ from custom_loop import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron_loss_agg import LossAggregation, token_weights, weighted_sum
 from megatron_loss_agg.mcore import LossHook, TokenLoss
@@ -70,25 +71,28 @@ def tree_of(rows: Tensor, lengths: list[int]) -> Tree:
     return Tree(tokens, depth, ~is_seen, node)
 
 
-@contextlib.contextmanager
-def rotary_positions(model: Any, depth: Tensor) -> Iterator[None]:
-    """Megatron's rotary embedding counts tokens and ignores `position_ids`: give it the depths."""
+def rotary_positions(model: Any, depth: Tensor) -> RemovableHandle:
+    """Megatron's rotary embedding counts tokens and ignores `position_ids`: give it the depths.
+
+    Use it as a context, whose end removes the hook.
+    """
     rotary = model.module.rotary_pos_emb
-    handle = rotary.register_forward_hook(lambda module, args, embedding: embedding[depth])
-    yield
-    handle.remove()
+    return rotary.register_forward_hook(lambda module, args, embedding: embedding[depth])
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
     batch = next(data_iterator)
-    lengths = [int(mask.nonzero().max()) + 1 for mask in batch["loss_mask"]]
-    tree = Tree(*(x.cuda() for x in tree_of(batch["tokens"], lengths)))
+    tree = Tree(*(x.cuda() for x in tree_of(batch["tokens"], batch["lengths"].tolist())))
     batch = {key: value.cuda() for key, value in batch.items()}
     with rotary_positions(model, tree.depth):
         output = model(tree.tokens[None], tree.depth[None], tree.is_hidden[None, None])
 
+    following = batch["tokens"].roll(-1, dims=1)
+
     def compute(logits: Tensor) -> Tensor:  # [1, nodes, vocab] -> [rows, seq]
-        return token_losses(logits[0, tree.node], batch)
+        # One softmax for each node, not for each token of each row.
+        log_probs = logits[0].log_softmax(-1)[tree.node, following]
+        return token_losses(log_probs, batch)
 
     return output, TokenLoss(compute, batch["loss_mask"])
 
@@ -99,13 +103,14 @@ def rollouts_that_share(step: int) -> Batch:
     tokens = whole["tokens"].view(PROMPTS, ANSWERS, LENGTH)
     tokens[:, 1:, :2] = tokens[:, :1, :2]
     tokens[:, 1, :8] = tokens[:, 0, :8]
+    whole["loss_mask"][-1] = 0  # an answer may have no loss
     return whole
 
 
 def true_gradient(aggregation: LossAggregation, model: Any, whole: Batch) -> list[Tensor]:
     """The gradient of the step without a tree: rows, in one process."""
     whole = {key: value.cuda() for key, value in whole.items()}
-    losses = token_losses(logits_of(model, whole), whole)
+    losses = token_losses(next_log_probs(logits_of(model, whole), whole["tokens"]), whole)
     mask, prompts = whole["loss_mask"], whole["prompt_ids"]
     weights = token_weights(aggregation, mask, prompt_ids=prompts, dtype=torch.float64)
     return list(torch.autograd.grad(weighted_sum(weights, losses), list(model.parameters())))

@@ -16,30 +16,35 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from custom_loop import (
     ANSWERS,
     LENGTH,
     PROMPTS,
     Batch,
     logits_of,
+    next_log_probs,
     prove,
+    report,
     rollouts,
     start,
     token_losses,
     update,
 )
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_loss_agg import LossAggregation
 from megatron_loss_agg.mcore import LossHook, MaskedLosses, TokenLoss
+from megatron_loss_agg.report import Mean
 
-UNLIKELY = 4.0  # tokens with at least this loss are left out
+UNLIKELY = (
+    3.5  # tokens whose -log p is at least this are left out; it is ln 32 = 3.47 for a uniform p
+)
 
 
-def is_trusted(losses: Tensor) -> Tensor:
-    return (losses.detach().abs() < UNLIKELY).to(losses)
+def is_likely(log_probs: Tensor) -> Tensor:
+    return (-log_probs.detach() < UNLIKELY).to(log_probs)
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, TokenLoss]:
@@ -47,15 +52,16 @@ def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Tensor, To
     mask = batch["loss_mask"]
 
     def compute(logits: Tensor) -> MaskedLosses:
-        losses = token_losses(logits, batch)
-        return MaskedLosses(losses, mask * is_trusted(losses))
+        log_probs = next_log_probs(logits, batch["tokens"])
+        return MaskedLosses(token_losses(log_probs, batch), mask * is_likely(log_probs))
 
     return logits_of(model, batch), TokenLoss(compute, mask)
 
 
 def arriving(whole: Batch, step: int) -> Iterator[list[Batch]]:
     """The prompts of this rank, in chunks that differ in number, size and order in every step."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
     order = random.Random(step)
     prompts = list(range(PROMPTS))
     order.shuffle(prompts)
@@ -71,8 +77,9 @@ def arriving(whole: Batch, step: int) -> Iterator[list[Batch]]:
 def true_gradient(model: Any, whole: Batch) -> list[Tensor]:
     """The gradient of the step, written out: one process, no chunks."""
     whole = {key: value.cuda() for key, value in whole.items()}
-    losses = token_losses(logits_of(model, whole), whole)
-    mask = whole["loss_mask"] * is_trusted(losses)
+    log_probs = next_log_probs(logits_of(model, whole), whole["tokens"])
+    losses = token_losses(log_probs, whole)
+    mask = whole["loss_mask"] * is_likely(log_probs)
     means = []
     for prompt in range(PROMPTS):
         rows = whole["prompt_ids"] == prompt
@@ -85,14 +92,15 @@ def main() -> None:
     ddp, optimizer = start()
     hook = LossHook(LossAggregation(mode="prompt_mean", empty="skip"))
     forward_backward = hook.wrap(get_forward_backward_func())
+    zero = torch.zeros(1)
+    no_call = {"prompt_mean loss": Mean.of(zero, zero)}  # all ranks must report the same names
 
     for step in range(5):
         whole = rollouts(step)
         ddp.zero_grad_buffer()
-        reports, calls = [], 0
+        reports = []
         with hook.stream(model=[ddp]):
             for chunk in arriving(whole, step):
-                calls += 1
                 reports += forward_backward(
                     forward_step_func=forward_step,
                     data_iterator=iter(chunk),
@@ -103,11 +111,7 @@ def main() -> None:
                 )
         error = prove(step, ddp, true_gradient(ddp.module, whole))
         update(ddp, optimizer)
-        loss = sum((x["prompt_mean loss"] for x in reports), torch.zeros(2).cuda())
-        dist.all_reduce(loss)
-        if dist.get_rank() == 0:
-            mean = float(loss[0] / loss[1])
-            print(f"step {step}: {calls} calls here, loss {mean:.6f}, gradient error {error:.1e}")
+        report(step, reports or [no_call], error)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def given_names() -> dict[str, Any]:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    from examples.custom_loop import LENGTH, build, forward_step, rollouts
+    from examples.custom_loop import LENGTH, build, distribute, forward_step, rollouts
     from megatron_loss_agg import LossAggregation, Microbatch, StepPlan
 
     def weights_of(function: Any, mask: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def given_names() -> dict[str, Any]:
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    model, whole, sizes = build(), rollouts(0), [1, 3, 2, 2, 1, 3, 2, 2]
+    model, whole, sizes = distribute(build()), rollouts(0), [1, 3, 2, 2, 1, 3, 2, 2]
     rows = len(whole["tokens"])
     whole |= {
         "labels": whole["tokens"].roll(-1, dims=1),

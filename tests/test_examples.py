@@ -150,6 +150,33 @@ def test_the_custom_loops_prove_their_gradients(script: str, tmp_path: Path) -> 
     assert bool(are_pairs) == (script == "dpo"), said
 
 
+def _rows_of_microbatches() -> list[list[list[int]]]:
+    """The rows of the custom loops' microbatches, for 1 to 8 ranks and each of their ranks."""
+    from unittest import mock
+
+    from examples.custom_loop import my_microbatches, parallel_state
+
+    whole, by_ranks = {"tokens": torch.arange(16)}, []
+    for ranks in range(1, 9):
+        batches = []
+        for rank in range(ranks):
+            place = {"rank": rank, "world_size": ranks}
+            stand_ins = {f"get_data_parallel_{k}": lambda v=v: v for k, v in place.items()}
+            with mock.patch.multiple(parallel_state, **stand_ins):
+                batches += [batch["tokens"].tolist() for batch in my_microbatches(whole)]
+        by_ranks.append(batches)
+    return by_ranks
+
+
+def test_the_custom_loops_have_two_microbatches_with_rows_on_each_of_up_to_8_ranks() -> None:
+    (by_ranks,) = run_host_ranks(_rows_of_microbatches, 1)
+    for ranks, batches in enumerate(by_ranks, 1):
+        assert len(batches) == 2 * ranks and all(batches)
+        assert sorted(itertools.chain(*batches)) == [*range(16)]
+        # On 8 ranks, each of these has one row.
+        assert (len({*map(len, batches)}) > 1) == (ranks < 8)
+
+
 def test_the_proof_holds_and_stock_averages_differ(tmp_path: Path) -> None:
     said = forked(tmp_path, 4, "proof.py", starter=())
     rows = dict(re.findall(r"^  (\S.*?)  +([\d.e+ -]+)$", said, re.MULTILINE))
