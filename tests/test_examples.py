@@ -319,6 +319,15 @@ def rows(number: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor,
     return fields, lengths, torch.arange(number) // 4
 
 
+def unpack(
+    values: torch.Tensor, offsets: torch.Tensor, offsets_padded: torch.Tensor
+) -> list[torch.Tensor]:
+    """The samples of [1, tokens], without their padding: the inverse of `packing.pack`."""
+    starts, lengths = offsets_padded[:-1].tolist(), offsets.diff().tolist()
+    pairs = zip(starts, lengths, strict=True)
+    return [values[0, start : start + length] for start, length in pairs]
+
+
 def test_packs_hold_every_row_once_within_the_budget() -> None:
     fields, lengths, prompt_ids = rows(40, seed=0)
     unpacked_rows = []
@@ -329,7 +338,7 @@ def test_packs_hold_every_row_once_within_the_budget() -> None:
         assert pack["tokens"].shape == (1, int(padded[-1])) and padded[-1] <= 64
         assert (padded.diff() % 4 == 0).all()
         names = (*fields, "labels", "position_ids")
-        unpacked = (packing.unpack(pack[name], offsets, padded) for name in names)
+        unpacked = (unpack(pack[name], offsets, padded) for name in names)
         for prompt, *row, labels, positions in zip(pack["prompt_ids"], *unpacked, strict=True):
             assert torch.equal(labels[:-1], row[0][1:])
             assert torch.equal(positions, torch.arange(len(labels)))

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from examples.grpo import checkpoint, loss, model, packing, rollout, task
 from examples.grpo.metrics import Log, Metrics, progress
 from examples.grpo.options import Options
-from megatron_loss_agg.mcore import LossHook
-from megatron_loss_agg.report import Max, Mean, reduce_reports
+from megatron_loss_agg.report import Metric, reduce_reports
 
 
 class Trainer:
@@ -27,7 +25,7 @@ class Trainer:
         self.policy = model.distribute(model.build(options))
         self.reference = model.build(options).requires_grad_(False)
         self.optimizer = model.build_optimizer(self.policy, options)
-        self.grpo = loss.grpo_hook(options)
+        self.grpo = loss.Objective(loss.grpo_hook(options), partial(loss.grpo_losses, options.clip))
         self.data_group = parallel_state.get_data_parallel_group()
         ranks = dist.get_world_size(self.data_group)
         if options.answers % ranks:
@@ -54,14 +52,14 @@ class Trainer:
     def warm_up(self) -> None:
         """Train briefly with supervision; the resulting model is the reference."""
         rank, ranks = dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
-        hook = loss.supervised_hook()
+        supervised = loss.Objective(loss.supervised_hook(), loss.supervised_losses)
         number = self.options.prompts * self.options.answers
         self._set_learning_rate(self.options.warmup_lr)
         for step in progress("warm-up", 0, self.options.warmup, dist.get_rank() == 0):
             examples = task.examples(number, self.options.largest, _seed(self.options, step, 1))
             fields, lengths = _as_rows(examples[rank::ranks])
             samples = torch.arange(len(lengths), device=lengths.device)
-            self._optimize(hook, loss.supervised_losses, fields, lengths, samples)
+            self._optimize(supervised, fields, lengths, samples)
         self.reference.load_state_dict(self.policy.module.state_dict())
 
     def step(self, step: int) -> Metrics:
@@ -76,10 +74,7 @@ class Trainer:
         reports = []
         for update in range(options.updates):
             rows = batch.rows((batch.prompt_ids // prompts == update).nonzero().squeeze(1))
-            losses = partial(loss.grpo_losses, options.clip)
-            reports += self._optimize(
-                self.grpo, losses, rows.fields(), rows.lengths, rows.prompt_ids
-            )
+            reports += self._optimize(self.grpo, rows.fields(), rows.lengths, rows.prompt_ids)
         # Context-parallel ranks have the same answers, so count those over data-parallel ranks
         # only; but each rank has its own part of the tokens.
         return {
@@ -93,12 +88,11 @@ class Trainer:
 
     def _optimize(
         self,
-        hook: LossHook,
-        losses: loss.Losses,
+        objective: loss.Objective,
         fields: dict[str, Tensor],
         lengths: Tensor,
         prompt_ids: Tensor,
-    ) -> list[loss.Report]:
+    ) -> list[dict[str, Metric | Tensor]]:
         """Make one optimizer step on this rank's rows; return the report of each microbatch."""
         packs = packing.microbatches(
             fields,
@@ -110,20 +104,17 @@ class Trainer:
         )
         self.policy.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = hook.wrap(get_forward_backward_func())(
-            forward_step_func=partial(loss.forward_step, losses),
+        reports: list[dict[str, Metric | Tensor]] = objective.forward_backward(
+            forward_step_func=objective.forward_step,
             data_iterator=iter(packs),
             model=[self.policy],
             num_microbatches=len(packs),
             seq_length=self.options.token_budget,
             micro_batch_size=1,
         )
-        if not hook.step_is_empty:
+        if not objective.hook.step_is_empty:
             self.optimizer.step()
-        return [
-            {name: value for name, value in report.items() if isinstance(value, (Mean, Max))}
-            for report in reports
-        ]
+        return reports
 
 
 def _as_rows(examples: list[tuple[list[int], list[int]]]) -> tuple[dict[str, Tensor], Tensor]:

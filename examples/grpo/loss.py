@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from examples.grpo import task
@@ -50,6 +52,15 @@ def forward_step(
         local["tokens"], local["position_ids"], attention_mask=None, packed_seq_params=packed
     )
     return logits, TokenLoss(lambda output: losses(output, local), local["loss_mask"])
+
+
+class Objective:
+    """Losses, and Megatron's schedule under the hook that aggregates them."""
+
+    def __init__(self, hook: LossHook, losses: Losses) -> None:
+        self.hook = hook
+        self.forward_step = partial(forward_step, losses)
+        self.forward_backward = hook.wrap(get_forward_backward_func())
 
 
 def grpo_hook(options: Options) -> LossHook:

@@ -67,13 +67,6 @@ def pack(fields: Mapping[str, Tensor], lengths: Tensor, prompt_ids: Tensor, mult
     }
 
 
-def unpack(values: Tensor, offsets: Tensor, offsets_padded: Tensor) -> list[Tensor]:
-    """The samples of [1, tokens], without their padding: the inverse of `pack`."""
-    starts, lengths = offsets_padded[:-1].tolist(), offsets.diff().tolist()
-    pairs = zip(starts, lengths, strict=True)
-    return [values[0, start : start + length] for start, length in pairs]
-
-
 def padding_like(other: Pack, multiple: int) -> Pack:
     """A microbatch without a sample, for a rank that has fewer microbatches than the others.
 
@@ -90,11 +83,6 @@ def padding_like(other: Pack, multiple: int) -> Pack:
         "cu_seqlens_padded": offsets,
         "prompt_ids": other["prompt_ids"][:0],
     }
-
-
-def is_padding(batch: Pack) -> bool:
-    """True if ``batch`` was made by `padding_like`."""
-    return batch["prompt_ids"].numel() == 0
 
 
 def microbatches(
