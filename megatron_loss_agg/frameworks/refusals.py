@@ -298,6 +298,12 @@ REFUSALS = {
         "Remove it, or generator.merge_stepwise_output.",
         OptionError,
     ),
+    "ms_swift, count": Refusal(
+        "--loss-aggregation-count must be before in ms-swift, which leaves denominators of 0 out of its "
+        "logs",
+        "Remove that flag.",
+        OptionError,
+    ),
     "ms_swift, trainer": Refusal(
         "the plugin needs megatron sft or pt with --task_type causal_lm, whose loss is a sum over "
         "tokens, or rlhf with --rlhf_type dpo and without --rpo_alpha"

@@ -178,15 +178,16 @@ def passed_on() -> tuple[bool, str]:
     return same, printed.getvalue()
 
 
-def logged(name: str, *of_rank: float) -> float:
-    """What ms-swift logs as ``name`` on this rank, whose losses report ``of_rank[rank]``."""
+def logged(name: str, *pairs: tuple[float, float]) -> float:
+    """What ms-swift logs as ``name`` on this rank, whose losses report ``pairs[rank]``."""
     plugin = importlib.import_module(f"{ADAPTER}.plugin")
     mpu.initialize_model_parallel()
-    logs = {name: torch.tensor(of_rank[dist.get_rank()])}
+    logs = {name: torch.tensor(pairs[dist.get_rank()])}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugin, "stock_log", lambda *args: None)
         plugin.log(object(), logs, 1)
-    return float(logs[name])
+    numerator, denominator = logs[name].tolist()
+    return float(numerator / denominator)
 
 
 def examine(missing: str) -> tuple[tuple[str, str], str]:

@@ -262,7 +262,7 @@ def test_an_evaluation_is_aggregated() -> None:
 
 def test_mismatches_of_a_rank_are_logged_on_each() -> None:
     # A rank reports its own mismatches, times the number of ranks.
-    assert on_ranks("logged", 2, "mismatches", 2.0, 0.0) == [1.0, 1.0]
+    assert on_ranks("logged", 2, "mismatches", (2.0, 1.0), (0.0, 1.0)) == [1.0, 1.0]
 
 
 def test_dft_and_losses_by_channel_stay() -> None:
@@ -337,6 +337,11 @@ def test_modes_by_ids_are_refused_before_the_model_is_built() -> None:
     said = train("sft", "--loss-aggregation prompt_mean", LAYOUTS["rows"], ranks=1)
     assert said.startswith("OptionError: --loss-aggregation must group tokens by sample or microb")
     assert "in ms-swift, got prompt" in said
+
+
+def test_a_count_at_the_end_is_refused_before_the_model_is_built() -> None:
+    said = train("sft", f"{SAMPLE_MEAN} --loss-aggregation-count end", LAYOUTS["rows"], ranks=1)
+    assert said.startswith("OptionError: --loss-aggregation-count must be before in ms-swift")
 
 
 def test_the_settings_of_the_page_are_exact(tmp_path: Path) -> None:

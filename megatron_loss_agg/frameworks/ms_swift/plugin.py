@@ -22,7 +22,12 @@ import megatron_loss_agg.frameworks.ms_swift  # noqa: F401  # checks the names t
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.frameworks import check_aggregation, print_inactive, same_on_all_ranks
 from megatron_loss_agg.frameworks.refusals import refused
-from megatron_loss_agg.launch.flags import VARIABLE, aggregations_from, environment_flags
+from megatron_loss_agg.launch.flags import (
+    VARIABLE,
+    aggregations_from,
+    environment_flags,
+    hook_options,
+)
 from megatron_loss_agg.launch.install import hook_from_args, install
 from megatron_loss_agg.mcore import LossHook, SampleLoss, TokenLoss
 
@@ -92,14 +97,11 @@ def pair_step(trainer: Any, stock_step: Any, data_iterator: Any, model: Any) -> 
 
 
 def log(trainer: Any, logs: dict[str, Any], n_steps: int) -> None:
-    """Log the aggregated loss under a name in ms-swift's style, summed over its ranks."""
+    """Log the hook's reports under names in ms-swift's style, over all ranks."""
     ranks = mpu.get_data_parallel_group(with_context_parallel=True)
-    for name in [name for name in logs if name.endswith(" loss")]:
-        loss = logs[name.replace(" ", "_")] = logs.pop(name)
-        dist.all_reduce(loss, group=ranks)
-    if "mismatches" in logs:  # of each rank, to be averaged
-        dist.all_reduce(logs["mismatches"], group=ranks)
-        logs["mismatches"] /= dist.get_world_size(ranks)
+    for name in [name for name in logs if name.endswith(" loss") or name == "mismatches"]:
+        pair = logs[name.replace(" ", "_")] = logs.pop(name)  # ms-swift logs their quotient
+        dist.all_reduce(pair, group=ranks)
     stock_log(trainer, logs, n_steps)
 
 
@@ -108,13 +110,17 @@ def prepare_model(trainer: Any) -> Any:
 
     Raises:
         HostError: the trainer's loss is neither a sum over tokens nor a mean over pairs.
-        OptionError: some ranks aggregate and others do not, or a mode needs ids.
+        OptionError: some ranks aggregate and others do not, a mode needs ids, or a step is to be
+            counted at its end.
     """
     if not same_on_all_ranks(lambda: IS_SET):
         print_inactive("ms-swift")
         return stock_prepare_model(trainer)
-    for agg in aggregations_from(argparse.Namespace(**environment_flags())):
+    flags = argparse.Namespace(**environment_flags())
+    for agg in aggregations_from(flags):
         check_aggregation(agg, "ms-swift")
+    if (count := hook_options(flags)["count"]) != "before":
+        raise refused("ms_swift, count", count)
     args = trainer.args
     if args.rlhf_type == "dpo" and not args.rpo_alpha:
         _trainer_options["read_batch"], step = read_pairs, pair_step
