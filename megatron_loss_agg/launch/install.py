@@ -55,6 +55,11 @@ def hook_from_args(
     check_settings(args, args)
     aggregation, *also = aggregations
     options = flags.hook_options(args)
+    if options["empty_step"] == "skip" and getattr(args, "optimizer_cuda_graph", False):
+        raise OptionError(
+            f"{flags.FLAG}-empty-step must not be skip with --optimizer-cuda-graph, which replays the "
+            "optimizer's step, got both. Choose train or error, or drop --optimizer-cuda-graph."
+        )
     if options["batch"]:
         read_batch = flags.load(f"{flags.FLAG}-batch", options["batch"])
     settings = {}

@@ -279,7 +279,8 @@ class LossHook:
         Raises:
             DataError: a group in two calls (on all ranks, when the block ends); no model on a rank
                 without a call; or a step that is open already.
-            OptionError, HostError: a mode or model that cannot be counted at the end of a step.
+            OptionError, HostError: a mode or model that cannot be counted at the end of a step; or
+                ``model`` with ``overlap_param_gather``, for which every rank must make a call.
         """
         self._check_no_open_step("hook.stream")
         arguments = {"model": model, "pg_collection": pg_collection}

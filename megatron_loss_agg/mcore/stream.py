@@ -36,7 +36,7 @@ from megatron_loss_agg.collectives import (
 )
 from megatron_loss_agg.errors import DataError, HostError, OptionError
 from megatron_loss_agg.mcore.batches import ReadBatch, check_iterator
-from megatron_loss_agg.mcore.call import Call, ProcessGroups, innermost
+from megatron_loss_agg.mcore.call import Call, ProcessGroups, innermost, model_chunks
 from megatron_loss_agg.mcore.checks.before import added_losses, check_same_on_all_ranks
 from megatron_loss_agg.mcore.checks.sums import note_sums
 from megatron_loss_agg.mcore.checks.tokens import TokenNotes
@@ -260,6 +260,7 @@ class Stream:
 
     def __init__(self, hook: LossHook, arguments: Mapping[str, Any]) -> None:
         check_end_counted(hook)
+        check_gathers_parameters(arguments["model"])
         self.hook = hook
         self._arguments = arguments
         self._calls: list[StreamedCall] = []
@@ -593,6 +594,21 @@ def check_model(call: Call) -> None:
         raise HostError(
             f"this model cannot train in a step that is counted at its end: {reason}. Turn that off, or "
             "count the step before (hook.step, or without --loss-aggregation-count end)."
+        )
+
+
+def check_gathers_parameters(model: Any) -> None:
+    """Raise HostError if a rank that makes no call would not gather parameters with the others.
+
+    Args:
+        model: of a rank that may make no call; None: every rank makes one.
+    """
+    chunks = () if model is None else model_chunks(model)
+    if any(getattr(getattr(x, "ddp_config", None), "overlap_param_gather", False) for x in chunks):
+        raise HostError(
+            "a rank that makes no call in a stream must not leave the others waiting for its "
+            "parameters, which are gathered in forward passes, got overlap_param_gather. Turn it off, "
+            "or make a call on every rank and leave out model=."
         )
 
 

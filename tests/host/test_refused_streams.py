@@ -13,6 +13,7 @@ import torch
 
 from megatron_loss_agg import Microbatch
 from megatron_loss_agg.mcore import TokenLoss, read_batch
+from megatron_loss_agg.mcore.call import replaced
 from megatron_loss_agg.report import Sum
 from tests.host import gpt, scripts
 from tests.host.cases import Case
@@ -75,6 +76,11 @@ def alone(hook: Any, model: Any, step: Any) -> list[Any]:
     """The second rank makes no call."""
     with hook.stream(model=model):
         return step(2) if gpt.data_rank() == 0 else []
+
+
+def gathers_parameters_late(hook: Any, model: Any, step: Any) -> list[Any]:
+    with replaced(model.ddp_config, "overlap_param_gather", True):
+        return alone(hook, model, step)
 
 
 def two_models(hook: Any, model: Any, step: Any) -> list[Any]:
@@ -334,6 +340,10 @@ ROWS = {
             hook={"read_batch": other_prompts},
             step=functools.partial(scripts.of_terms, names=("one", "two")),
         ),
+    ),
+    "no call where parameters are gathered in forward passes": Refusal(
+        "HostError: a rank that makes no call in a stream ... got overlap_param_gather",
+        row("token_mean", run=gathers_parameters_late),
     ),
     "two models": Refusal(
         "DataError: all calls of a stream must train one model", row(run=two_models)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_loss_agg.errors import HostError
+from megatron_loss_agg.errors import AggregationError, HostError
 from megatron_loss_agg.launch.install import hook_from_args
 from tests.host.harness import error_of, run_host_ranks
 from tests.host.refusals import assert_says
@@ -80,6 +80,7 @@ LOCAL = {"cuda_graph_impl": "local"}
 FUSED = {"cross_entropy_loss_fusion": True}
 INSTANCES, STAGES = {"num_distributed_optimizer_instances": 2}, {"pipeline_model_parallel_size": 2}
 PER_TOKEN = {"calculate_per_token_loss": True}
+SKIPS = {"loss_aggregation_empty_step": "skip"}
 # Megatron's parsed flags, and how their refusal begins.
 FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({"gtp_weight_remat_size": 2}, "--gtp-weight-remat-size"),
@@ -100,6 +101,8 @@ FLAGS_OF_MEGATRON: list[tuple[dict[str, Any], str | None]] = [
     ({**FUSED, "cross_entropy_fusion_impl": "native"}, None),
     ({"cross_entropy_fusion_impl": "te"}, None),
     ({**LOCAL, "cuda_graph_scope": [Scope.full_iteration_inference]}, None),
+    ({**SKIPS, "optimizer_cuda_graph": True}, "--loss-aggregation-empty-step"),
+    ({"optimizer_cuda_graph": True}, None),
 ]
 
 
@@ -111,7 +114,7 @@ def test_flags_of_megatron_that_cannot_be_exact_are_refused(
     if refused is None:
         assert hook_from_args(args) is not None
         return
-    with pytest.raises(HostError, match=f"^{refused}.*(drop|change|choose)"):
+    with pytest.raises(AggregationError, match=f"^{refused}.*(drop|change|choose)"):
         hook_from_args(args)
 
 
