@@ -184,6 +184,15 @@ def test_a_host_is_as_planned_or_stops_every_rank(name: str) -> None:
                 assert_says(error, says)
 
 
+def _measured(model: Any) -> Any:
+    arguments = {"model": model, "num_microbatches": 1}
+    arguments |= dict.fromkeys(("forward_step_func", "data_iterator"))
+    call = Call.of(arguments, {}, "zigzag")
+    wrap = model_wrapper(call)
+    assert wrap is not None
+    return measured_factor(call, wrap)
+
+
 @on_ranks_of("ep2-tp2-sp")
 def test_experts_of_any_model_chunk_are_measured(name: str) -> None:
     config = {**MODELS["moe"], **TOPOLOGIES[name].config}
@@ -191,12 +200,20 @@ def test_experts_of_any_model_chunk_are_measured(name: str) -> None:
         chunks = [built(config=config), built(config=config)]
     for parameter in chunks[-1].parameters():
         parameter.allreduce = True  # as Megatron marks those of layers without experts
-    arguments = {"model": chunks, "num_microbatches": 1}
-    arguments |= dict.fromkeys(("forward_step_func", "data_iterator"))
-    call = Call.of(arguments, {}, "zigzag")
-    wrap = model_wrapper(call)
-    assert wrap is not None
-    assert measured_factor(call, wrap) != ONE
+    assert _measured(chunks) != ONE
+
+
+@on_ranks_of("dp1")
+def test_measuring_is_no_iteration_for_the_stash_of_experts(name: str) -> None:
+    model = built()
+    if not hasattr(model.config, "moe_paged_stash"):
+        return  # newer than this Megatron
+    from megatron.core.transformer.moe.paged_stash import PagedStashManager
+
+    model.config.moe_paged_stash = True
+    before = PagedStashManager.get_instance().iteration
+    assert _measured(model) == ONE
+    assert PagedStashManager.get_instance().iteration == before
 
 
 def test_a_patched_megatron_that_only_adds_up_needs_no_factor() -> None:

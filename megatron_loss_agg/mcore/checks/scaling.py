@@ -46,7 +46,7 @@ _TURNED_OFF = {
     "overlap_moe_expert_parallel_comm fine_grained_activation_offloading enable_cuda_graph "
     "flextron overlap_param_gather align_param_gather fp8_param_gather check_for_nan_in_grad "
     "reuse_grad_buf_for_mxfp8_param_ag pad_buckets_for_high_nccl_busbw check_for_large_grads "
-    "nccl_ub fsdp_double_buffer fsdp_manual_registration",
+    "nccl_ub fsdp_double_buffer fsdp_manual_registration moe_paged_stash",
     "none": "moe_router_load_balancing_type cuda_graph_impl",
     torch.float32: "megatron_fsdp_grad_comm_dtype",
 }
